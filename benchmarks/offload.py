@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import penstock as ps
 from benchmarks.report import check, table
 from benchmarks.transformer import Block
-from penstock.engine.offload.copies import CudaCopyStreams
+from penstock.engine.offload.copies import CopyStreams
 from penstock.train.optimizer_offload import OffloadedOptimizer
 
 __all__ = ["run", "show"]
@@ -153,11 +153,11 @@ def trainer(offload: ps.Offload | None, size: Size, device: torch.device) -> Ite
         if weights is not None:
             copies += weights.copies.values()
         if offload is not None and (offload.optimizer or offload.weights):
-            of_state = CudaCopyStreams(device)
+            of_state = CopyStreams(device)
             copies.append(of_state)
             goes = offload.optimizer
 
-            def copies_for(tensor: Tensor) -> CudaCopyStreams | None:
+            def copies_for(tensor: Tensor) -> CopyStreams | None:
                 return of_state if goes and tensor.is_cuda else None
 
             OffloadedOptimizer(optimizer, offload.bucket_bytes, copies_for, weights=weights)
@@ -176,7 +176,7 @@ def _tokens(size: Size, device: torch.device, seed: int) -> Tensor:
 
 def bandwidth(device: torch.device, mib: int) -> dict[str, float]:
     """Bandwidth between host and device with pinned memory: each direction alone, and both at once."""
-    out, back = CudaCopyStreams(device), CudaCopyStreams(device)
+    out, back = CopyStreams(device), CopyStreams(device)
     here = [torch.empty(mib << 20, dtype=torch.uint8, device=device) for _ in range(2)]
     there = [out.allocate_host(tensor) for tensor in here]
 

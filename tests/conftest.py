@@ -30,7 +30,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-_FIXTURES = {"two", "three", "four", "two_ranks", "four_ranks"}  # processes that several tests share
+_FIXTURES = {"two", "three", "four", "two_ranks", "four_ranks", "browser"}  # processes that several tests share
 _STARTERS = {
     "subprocess",
     "multiprocessing",

@@ -739,7 +739,7 @@ def ranks() -> Cases:
 
 
 def _one_rank(path: str) -> None:
-    """What each of the two processes does."""
+    """The main function of each of the two processes."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     ps.init("cpu", backend="gloo")

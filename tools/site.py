@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site (mkdocs.yml, ``hooks``)."""
+"""Hooks that mkdocs calls while it builds the site (mkdocs.yml, ``hooks``)."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def plain_call(
     accumulation: int = 1,
     mean: bool = True,
 ) -> list[tuple[Tensor, Tensor]]:
-    """What a PopTorch call does, written out; the outputs of all micro-batches."""
+    """A PopTorch call in plain torch; the outputs of all micro-batches."""
     outputs = []
     parts = iterations * accumulation
     pairs = list(zip(batch[0].chunk(parts), batch[1].chunk(parts), strict=True))

@@ -75,7 +75,7 @@ def test_gradients_of_micro_batches_and_replicas_are_averaged_or_summed(mean: bo
 
 
 def expected_outputs(mode: str, micro: list[tuple[Tensor, Tensor]], replicas: int) -> tuple[Tensor, Tensor]:
-    """What is kept of outputs that come turn by turn, replica by replica."""
+    """The outputs that ``mode`` keeps, in order of iterations and replicas."""
     turns = [micro[at : at + replicas] for at in range(0, len(micro), replicas)]
     if mode == "Sum":
         kept = [tuple(map(sum, zip(*(turn[r] for turn in turns), strict=True))) for r in range(replicas)]

@@ -218,7 +218,7 @@ def test_frozen_stages(three: Ranks) -> None:
 
 
 def changes(rank: int) -> None:
-    """What a stage does to its inputs in place is its own affair."""
+    """In-place changes of inputs stay inside the stage."""
     at = line(3)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))

@@ -126,7 +126,7 @@ def test_buffers_of_wrapped_stages(four: Ranks) -> None:
 
 
 def buffers_alone(rank: int) -> None:
-    """What a backward has kept is not written over while other micro-batches are in flight."""
+    """Saved tensors are not overwritten while other micro-batches are in flight."""
     tpc.setup_process_groups([("data", 1), ("pipe", 4)])
     wrapped = DistributedDataParallel(nn.BatchNorm1d(4), process_group=tpc.get_group("data"))
     broadcasts = []

@@ -21,7 +21,7 @@ from tests.support.ranks import Ranks
 
 
 class Enter(torch.autograd.Function):
-    """What all tensor ranks have goes into their parts of a layer: gradients are added up."""
+    """An input common to all tensor ranks enters their shards of a layer: gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

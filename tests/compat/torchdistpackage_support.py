@@ -1,4 +1,4 @@
-"""What tests of TorchDistPackage's pipelines share: a line of ranks, what each is given, what the plain model does."""
+"""Support for tests of TorchDistPackage's pipelines: ranks, their inputs, and the plain model's results."""
 
 from __future__ import annotations
 

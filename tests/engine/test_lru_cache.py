@@ -1,4 +1,4 @@
-"""What is forgotten is what was not used for longest."""
+"""The cache evicts the least recently used entry."""
 
 from __future__ import annotations
 

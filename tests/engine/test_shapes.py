@@ -1,8 +1,7 @@
-"""What crosses an edge, worked out on fake tensors: right, and without a trace in the module."""
+"""Inference of message shapes on fake tensors: correct, and without changes of the module."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -31,11 +30,9 @@ def propagation(module: nn.Module, state: CallerContext = PLAIN, grad: bool = Tr
 
 
 def both(module: nn.Module, value: Any, state: CallerContext = PLAIN) -> tuple[str, str]:
-    """What is inferred for a value, and what the module really gives."""
+    """The inferred meta data of a value, and the module's real output."""
     (inferred,) = propagation(module, state).forward([meta(value)], 1)
-    with ExitStack() as stack:
-        for context in state.contexts():
-            stack.enter_context(context)
+    with state.entered():
         real = meta(module(value))
     return f"{inferred} {inferred.wants}", f"{real} {real.wants}"
 

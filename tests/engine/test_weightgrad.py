@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
-from penstock.engine.weightgrad import WeightGradQueue, defer_weight_grad, make_recorder, norm
+from penstock.engine.weightgrad import WeightGradQueue, defer_weight_grad, make_recorder, ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)][: 1 + torch.cuda.is_available()]
 
@@ -123,7 +123,7 @@ def test_an_output_that_gets_no_gradient_leaves_none() -> None:
     check(module, double(3, 4), double(3, 4))
 
 
-# What is left to autograd
+# Gradients left to autograd
 
 
 def test_hooks_fire_once_per_micro_batch() -> None:
@@ -312,7 +312,7 @@ def test_a_forward_that_differentiates() -> None:
 
 
 def test_a_forward_that_differentiates_every_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "_LARGE", 0)
+    monkeypatch.setattr(ops, "_LARGE", 0)
     net = nn.Sequential(nn.Conv1d(4, 4, 1), nn.GroupNorm(2, 4), nn.Tanh(), nn.LayerNorm(3), nn.RMSNorm(3))
     check(Calls(penalty, net=net, last=nn.Linear(3, 3)), double(2, 4, 3), double(2, 4, 3))
 
@@ -369,7 +369,7 @@ def test_a_weight_changed_between_f_and_i() -> None:
 def test_a_tensor_changed_between_i_and_w(
     make: Callable[[], nn.Module], which: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norm, "_LARGE", 0)
+    monkeypatch.setattr(ops, "_LARGE", 0)
     module = make()
     queue = queue_of(module)
     x = torch.ones(3, 4, dtype=torch.long) if isinstance(module, nn.Embedding) else torch.randn(2, 3, 4)
@@ -465,7 +465,7 @@ def test_nothing_is_held_after_w_and_only_inputs_and_gradients_before() -> None:
 
 
 def test_norms_hold_their_statistics_beside_input_and_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "_LARGE", 0)
+    monkeypatch.setattr(ops, "_LARGE", 0)
     module = nn.LayerNorm(4)
     queue = queue_of(module)
     with queue.recording():
@@ -473,8 +473,13 @@ def test_norms_hold_their_statistics_beside_input_and_gradient(monkeypatch: pyte
     with queue.deferring():
         output.sum().backward()
     ((_, arguments),) = queue.entries
-    flat = [a for a in (*arguments, *(t for a in arguments if isinstance(a, list) for t in a)) if isinstance(a, Tensor)]
-    assert sorted(t.numel() for t in flat if not isinstance(t, nn.Parameter)) == [3, 3, 12, 12]
+    flat = [t for a in arguments for t in (a if isinstance(a, tuple) else (a,))]
+    assert sorted(t.numel() for t in flat if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)) == [
+        3,
+        3,
+        12,
+        12,
+    ]
 
 
 # Threads
@@ -746,7 +751,7 @@ def test_captured_as_a_cuda_graph() -> None:
 def test_norms_are_deferred_from_a_larger_size_on_a_gpu() -> None:
     def worth(numel: int, *, is_cuda: bool) -> bool:
         x = SimpleNamespace(numel=lambda: numel, is_cuda=is_cuda, dtype=torch.float32)
-        return norm.worth_deferring(x, torch.ones(1))  # type: ignore[arg-type]
+        return ops.worth_deferring(x, torch.ones(1))  # type: ignore[arg-type]
 
     assert (worth((1 << 20) - 1, is_cuda=False), worth(1 << 20, is_cuda=False)) == (False, True)
     assert (worth((1 << 24) - 1, is_cuda=True), worth(1 << 24, is_cuda=True)) == (False, True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.engine.weightgrad import WeightGradQueue, make_recorder, norm
+from penstock.engine.weightgrad import WeightGradQueue, make_recorder, ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)][: 1 + torch.cuda.is_available()]
 
@@ -23,8 +23,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _defer_small_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "_LARGE", 0)
-    monkeypatch.setattr(norm, "_LARGE_ON_CUDA", 0)
+    monkeypatch.setattr(ops, "_LARGE", 0)
+    monkeypatch.setattr(ops, "_LARGE_ON_CUDA", 0)
 
 
 class Use(nn.Module):

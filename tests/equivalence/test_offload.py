@@ -18,6 +18,8 @@ from tests.equivalence.models import Case, stages_for
 from tests.support.copies import LateCopies
 from tests.support.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS = 5
 LAYERS = ("relu_", "tuple_edge", "twice", "dict_edge", "scale", "convs", "layer_norm", "lookup", "tanh")
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv"]
@@ -95,7 +97,7 @@ def test_activations_or_optimizer_only() -> None:
     check_same(train(case, offload_optimizer, offload=ps.Offload(activations=False)), plain)
 
 
-# ── with stand-ins on the CPU: everything moves ────────────────────────────────────────────────────────────────────
+# ── with LateCopies on the CPU: everything is copied ───────────────────────────────────────────────────────────────
 
 
 class UseLateCopies:

@@ -317,7 +317,7 @@ def check_deferred_weight_grads(
         pipe.step(*batch(0, 4))
         (stage,) = pipe._executor.stages.values()
         assert stage._recorder is not None
-        assert bool(stage._recorder._forwards) is expected
+        assert bool(stage._recorder.forwards) is expected
 
 
 @pytest.mark.parametrize(

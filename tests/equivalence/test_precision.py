@@ -21,6 +21,8 @@ from penstock.engine.replicas.fp32_accumulate import Fp32GradAccumulator
 from penstock.engine.replicas.ties import LocalTies
 from tests.equivalence.check import LOSSES
 
+pytestmark = pytest.mark.slow
+
 WIDTH, BATCH, PARTS = 8, 16, 8
 SCHEDULES = ["1f1b", "zb_h1"]  # B, and I with W
 HALF = [torch.bfloat16, torch.float16]

@@ -16,6 +16,8 @@ from tests.equivalence.test_skip_connections import dense_skips
 from tests.equivalence.test_steps import case_with_all_layers
 from tests.support.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 MODES = ("except_last", "always")
 
 

@@ -14,6 +14,8 @@ import penstock as ps
 from tests.split.test_transformers import MODELS, cut, gpt2, inputs, llama, mixtral, seeded, t5_encoder
 from tests.support.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-6}
 with_a_loss = [build for build in MODELS if build is not t5_encoder]
 

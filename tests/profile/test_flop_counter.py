@@ -11,8 +11,8 @@ from torch import nn
 
 import penstock as ps
 from penstock.profile.analytic import get_hardware
-from penstock.profile.flop_counter import LAUNCH
 from penstock.profile.measure import measure_costs
+from penstock.profile.timing import LAUNCH
 
 H100 = get_hardware("h100")
 

@@ -1,4 +1,4 @@
-"""What was predicted, beside what a trace has measured: whose it is, when it holds, and who is told."""
+"""Comparison of predicted and traced times: the source of the prediction, its validity, and its output."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import nn
 import penstock as ps
 from penstock.cli import main
 from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Profile
-from penstock.profile.report.findings import simulated_trace
 from penstock.schedule import Costs, build, simulate
 from penstock.schedule.simulate import Prediction
 from tests.support.models import batch, labels, mlp
 from tests.support.ranks import Ranks
+from tests.support.simulated_trace import simulated_trace
 from tests.train.test_bubble import UNIT, Sleeper
 
 
@@ -143,11 +143,11 @@ def test_in_words() -> None:
         trace.prediction = Prediction(seconds, "plan", (1.0, 1.0), (3072.0, 1024.0))
         assert trace.comparison == (
             f"step 9.00 s measured, {seconds:.2f} s predicted by the plan ({words}); "
-            "saved for backwards 2 KiB measured, 3 KiB predicted on rank 0 (50.0% more)"
+            "saved for backwards 2.00 KiB measured, 3.00 KiB predicted on rank 0 (50.0% more)"
         )
     trace.memory = "allocated"
     trace.prediction = Prediction(9.0, "plan", (1024.0, 1.0), (1.0, 1.0))
-    assert "; memory 2 KiB measured, 1 KiB predicted on rank 0 (50.0% less)" in str(trace.comparison)
+    assert "; memory 2.00 KiB measured, 1.00 KiB predicted on rank 0 (50.0% less)" in str(trace.comparison)
     trace.prediction = Prediction(9.0, "plan", None, (1.0, 1.0))
     assert ";" not in str(trace.comparison)
     trace.missing = "rank 1 left it"
@@ -155,7 +155,7 @@ def test_in_words() -> None:
 
 
 def test_files_of_before_and_files_that_are_none(tmp_path: Path) -> None:
-    trace = ps.Trace(**vars(simulated_trace(simulate(build("1f1b", 2, 2), Costs()))))
+    trace = simulated_trace(simulate(build("1f1b", 2, 2), Costs()))
     trace.prediction = Prediction(1.0, "costs")
     data = trace.to_data()
     assert ps.Trace.from_data(json.loads(json.dumps(data))).prediction == trace.prediction

@@ -1,4 +1,4 @@
-"""What a report finds: idle time by cause, peaks and edges."""
+"""Content of reports: idle time by cause, peaks and edges."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.profile.report.advice import CAUSES, idle_times
-from penstock.profile.report.findings import analyze, memory_peak, simulated_trace
+from penstock.profile.report.findings import analyze, memory_peak
 from penstock.profile.trace.records import ActionRecord, RankRecord, StepRecord, WaitRecord
 from penstock.schedule import SCHEDULES, Costs, build, simulate
 from penstock.schedule.recompute import with_recompute
 from tests.profile.test_trace import pipeline
 from tests.profile.test_trace_files import example
 from tests.support.models import batch, labels
+from tests.support.simulated_trace import simulated_trace
 
 
 def plan(*stages: list[str], parameters: list[int] | None = None) -> dict[str, Any]:

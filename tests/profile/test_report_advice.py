@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.profile.report.advice import MIN_SAVING, Advice, advise, better_cut, moves, recut
-from penstock.profile.report.findings import analyze, simulated_trace
+from penstock.profile.report.advice import MIN_SAVING, Advice, advise, better_cut, recut
+from penstock.profile.report.findings import analyze
 from penstock.profile.trace.records import StepRecord, Track
 from penstock.schedule import Costs, auto, build, simulate
 from penstock.schedule.recompute import with_recompute
@@ -17,6 +17,7 @@ from tests.profile.test_report import plan, traced
 from tests.profile.test_trace import pipeline
 from tests.profile.test_trace_files import example
 from tests.support.models import batch
+from tests.support.simulated_trace import simulated_trace
 
 
 def found(trace: ps.Trace, what: str) -> list[Advice]:
@@ -81,7 +82,7 @@ def test_a_layer_moves() -> None:
     base = trace.simulation()
     cut = better_cut(trace, base)
     assert cut is not None
-    assert (cut.before, cut.after, cut.text) == ((5, 3), (4, 4), "moving layer e from stage 0 to stage 1")
+    assert (cut.before, cut.after, cut.text) == ((5, 3), (4, 4), "a cut into stages of 4, 4 layers, not 5, 3,")
     even = simulate(base.schedule, Costs(f=4.0, i=4.0, w=4.0), trace.edges)
     assert cut.saved == pytest.approx(1 - even.makespan / base.makespan)
     (advice,) = found(trace, "cut")
@@ -103,10 +104,6 @@ def test_no_cut_that_needs_more_memory() -> None:
     costs = Costs(f=(5.0, 3.0), i=(5.0, 3.0), w=(5.0, 3.0), activation=(1.0, 90.0))
     trace = traced("gpipe", 2, 8, costs, plan=plan(list("abcde"), list("fgh")))
     assert better_cut(trace, trace.simulation()) is None
-
-
-def test_one_layer_on_the_other_side_of_a_cut() -> None:
-    assert list(moves((2, 1, 2))) == [(1, 2, 2), (2, 2, 1)]
 
 
 def test_recut_keeps_the_sum() -> None:

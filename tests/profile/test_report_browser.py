@@ -94,7 +94,7 @@ def test_content(browser: Browser, tmp_path: Path) -> None:
         one.text for one in analyze(trace).advice if not one.bound
     ]
     bars = browser.run("[...document.querySelectorAll('#bubble .stack')].map((b) => b.getBoundingClientRect().width)")
-    assert len(bars) == 6
+    assert len(bars) == 3
     assert min(bars) > 100
 
 

@@ -117,7 +117,7 @@ def test_what_it_says() -> None:
         assert advice.text in cells
     assert "a cut into stages of 3, 3, 3 layers, not 6, 2, 1," in cells
     assert f"{findings.bubble:.1%}" in text
-    assert "stage 0: 3 micro-batches (0, 1, 2) of 5.722 MiB" in text
+    assert "stage 0: 3 micro-batches (0, 1, 2) of 5.72 MiB" in text
     assert "39.06 MiB/s" in text  # 4096 bytes in 0.1 ms
 
 
@@ -224,12 +224,9 @@ def test_names_are_texts_and_nothing_else() -> None:
     assert json.loads("".join(reader.texts["script"][:1]))["steps"][0]["rows"][0]["spans"][0][0] == HOSTILE
 
 
-def test_names_in_advice_are_texts() -> None:
+def test_waits_take_time() -> None:
     costs = Costs(*[(5.0, 3.0)] * 3, activation=(50.0, 30.0))
-    trace = traced("1f1b", 2, 8, costs, plan=plan([*"abcd", HOSTILE], list("fgh")))
-    reader = read(page(analyze(trace)))
-    assert any(f"moving layer {HOSTILE} from stage 0" in text for text in reader.texts["li"])
-    assert any(f"Moving layer {HOSTILE} from stage 0" in text for text in reader.texts["p"])
+    reader = read(page(analyze(traced("1f1b", 2, 8, costs))))
     data = json.loads("".join(reader.texts["script"][:1]))
     waits = [wait for row in data["steps"][0]["rows"] for action in row["actions"] for wait in action[7]]
     assert waits

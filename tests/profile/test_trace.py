@@ -33,7 +33,7 @@ def orders(step: Any) -> list[list[ps.Action]]:
 
 
 def check_consistent(trace: ps.Trace) -> None:
-    """What holds of every trace."""
+    """Properties of every trace."""
     last = dict.fromkeys(range(len(trace.tracks)), 0.0)
     for step in trace.steps:
         for part in step.parts:

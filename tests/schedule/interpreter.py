@@ -9,7 +9,7 @@ from penstock.schedule.schedule import Action, Schedule
 __all__ = ["UNIT", "Run", "bubble", "drawing", "peak_activations", "run"]
 
 UNIT = {"F": 1, "I": 1, "W": 1, "B": 2}
-"""What an action takes: a full backward is an input gradient and a weight gradient."""
+"""Time of an action: a full backward is an input gradient and a weight gradient."""
 
 
 @dataclass(frozen=True)

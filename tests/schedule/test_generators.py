@@ -1,4 +1,4 @@
-"""What each schedule looks like, and that every one of them is complete, in order and free of deadlock."""
+"""The generated schedules: their shapes, and that each is complete, ordered and free of deadlocks."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ import pytest
 from penstock.schedule.registry import SCHEDULES, build
 from tests.schedule.interpreter import bubble, peak_activations, run
 
+pytestmark = pytest.mark.slow
+
 COLUMNS = [(p, p * factor) for p in (2, 4, 8, 16) for factor in (1, 2, 4, 8)]
 """p and m; the rows below are per cent of the makespan, in this order."""
 

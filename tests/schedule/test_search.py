@@ -23,6 +23,8 @@ from penstock.schedule.search.problem import Problem, make_problem
 from tests.schedule.memory_check import fits_all
 from tests.schedule.samples import placed
 
+pytestmark = pytest.mark.slow
+
 SHORT = 0.02
 """Seconds of search: the properties do not depend on it."""
 

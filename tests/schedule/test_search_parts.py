@@ -26,6 +26,8 @@ from tests.schedule.memory_check import fits_all
 from tests.schedule.test_search import cases
 from tests.schedule.test_search import problem_of as of_case
 
+pytestmark = pytest.mark.slow
+
 
 def problem_of(costs: Costs, placement: tuple[int, ...], m: int, cap: float | None = None) -> Problem:
     return make_problem(costs, placement, m, cap, None)[0]

@@ -1,4 +1,4 @@
-"""What ``verify`` accepts is what can run; what it rejects, it explains."""
+"""``verify`` accepts exactly the schedules that can run, and explains why it rejects others."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_a_pipeline_trains_lazy_layers_as_the_plain_model() -> None:
 
 
 def processes(rank: int) -> list[int]:
-    """What a rank built, after a step and its states."""
+    """The layers that a rank has built after a step and reading its state."""
     plain, _ = four(seeds=[1, 2, 3, 4])
     plain(batch())
     expected = plain_step(plain, batch(), batch(seed=5), nn.functional.mse_loss)

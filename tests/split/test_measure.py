@@ -1,4 +1,4 @@
-"""What layers cost, measured: the right numbers, every kind of layer, and no trace in the model."""
+"""Measured costs of layers: their values, all kinds of layers, and an unchanged model."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def parts_of(items: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:
 
 
 def total(items: Sequence[float] | Sequence[WeightPieces]) -> Fraction:
-    """What a part weighs: pieces that several of its items have count once."""
+    """The weight of a part: pieces shared by several of its items count once."""
     bags = [item if isinstance(item, Mapping) else {(i,): item} for i, item in enumerate(items)]
     pieces = {key: weight for bag in bags for key, weight in bag.items()}
     return sum((Fraction(weight) for weight in pieces.values()), Fraction(0))

@@ -253,7 +253,7 @@ def test_in_a_plan_nothing_but_the_edge_holds_a_skip() -> None:
 
 
 def held() -> dict[Any, Any]:
-    """What this thread holds for layers that have not popped it."""
+    """Values stashed in this thread and not popped yet."""
     return _thread_stash.values
 
 

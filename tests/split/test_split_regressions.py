@@ -1,4 +1,4 @@
-"""What testing by hand found, each with its story."""
+"""Regressions found by manual testing, each with its description."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_one_clear_message(wrong: str) -> None:
 
 
 def test_an_init_that_leaves_something_out_is_an_error() -> None:
-    """What it left was whatever had been in memory; a buffer outside of the state dict is easily forgotten."""
+    """Otherwise uninitialised memory remains; a non-persistent buffer is easily forgotten."""
 
     class Rotary(nn.Linear):
         def __init__(self) -> None:

@@ -20,6 +20,8 @@ from penstock.split.plan import Plan, run_stages
 from penstock.split.trunk.line import find_trunk, trunk_chain
 from tests.split.trunk_models import assert_staged
 
+pytestmark = pytest.mark.slow
+
 hf = pytest.importorskip("transformers")
 hf.logging.set_verbosity_error()
 

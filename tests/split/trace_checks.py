@@ -1,4 +1,4 @@
-"""What the tests ask of every model that is cut by tracing: to run as the plain one, and to be left as it was."""
+"""Checks for models cut by tracing: they run like the plain model, and the model stays unchanged."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def assert_owned(plan: Plan) -> None:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """What happens inside leaves the model, and the random state, as they were."""
+    """The code inside must leave the model and the random state unchanged."""
 
     def picture() -> Any:
         parts = [(name, id(module), list(vars(module)), [id(v) for v in vars(module).values()])

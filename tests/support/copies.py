@@ -9,12 +9,18 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from penstock.engine.offload.copies import CopyStreams
+
 __all__ = ["LateCopies"]
 
 Event = tuple["LateCopies", int, int]  # owner, stream, number of the copy on the stream
 
 
-class LateCopies:
+def _no_value(tensor: Tensor) -> float:
+    return float("nan") if tensor.is_floating_point() or tensor.is_complex() else 85
+
+
+class LateCopies(CopyStreams):
     """Queues every copy until its event, or the event of a later copy, is waited for.
 
     A queued copy holds neither its source nor its target: memory that is freed before the copy was waited for fails an
@@ -36,7 +42,7 @@ class LateCopies:
     def allocate_host(self, like: Tensor) -> Tensor:
         self.made += 1
         tensor = torch.empty_like(like, device="cpu")
-        return tensor.fill_(85) if tensor.dtype is torch.uint8 else tensor.fill_(float("nan"))
+        return tensor.fill_(_no_value(tensor))
 
     def to_host(self, pairs: Iterable[tuple[Tensor, Tensor]], after: Event | None = None) -> Event:
         event = self, 0, 0
@@ -51,7 +57,7 @@ class LateCopies:
         for source, target in pairs:
             self.bytes_to_device += source.nbytes
             self.log.append("to device")
-            target.fill_(85 if target.dtype is torch.uint8 else float("nan"))
+            target.fill_(_no_value(target))
             self._targets.append(weakref.ref(target))
             alive = [t for t in (reference() for reference in self._targets) if t is not None]
             self.most_on_device = max(self.most_on_device, sum(t.nbytes for t in alive))

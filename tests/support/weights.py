@@ -22,15 +22,15 @@ class LateWeights(HostWeights):
     def __init__(self, modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> None:
         self.late = LateCopies()
         self.most = 0
-        super().__init__(modules, devices, lambda device: self.late)
+        super().__init__(modules, devices, dict.fromkeys(devices, self.late))
 
     def _transfer(self, own: Sequence[object], step: PrefetchStep) -> None:
         super()._transfer(own, step)  # type: ignore[arg-type]
         self.most = max(self.most, self.bytes_on_device())
 
     def bytes_on_device(self) -> int:
-        storages = [storage for params in self._params.values() for storage in params._storages]
-        return sum(storage.device_bytes.untyped_storage().nbytes() for storage in storages)
+        hosted = [one for params in self._params.values() for one in params.hosted.values()]
+        return sum(one.on_device.untyped_storage().nbytes() for one in hosted)
 
     def bytes_of(self, stage: int) -> int:
         return sum(parameter.nbytes for parameter in self.modules[stage].parameters())

@@ -351,7 +351,7 @@ def test_without_gradients_any_number_of_samples_gives_the_plain_outputs(mode: C
 
 
 def test_inference_mode_follows_the_work() -> None:
-    """What may be done to a value that was made under inference mode, may be done in a stage as well."""
+    """A stage may change inference tensors in place, like any code under inference mode."""
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Linear(4, 4))
     with pipeline(model) as pipe, torch.inference_mode():
         assert_same(pipe(batch() * 1), model(batch() * 1))

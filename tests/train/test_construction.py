@@ -1,4 +1,4 @@
-"""What ``Pipeline(...)`` refuses: one clear message, before any compute, and nothing changed."""
+"""Arguments that ``Pipeline(...)`` refuses: one clear message, before any computation, without changes."""
 
 from __future__ import annotations
 

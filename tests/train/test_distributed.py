@@ -1,7 +1,7 @@
 """Pipelines of processes: every rank's part of a step equals the plain model's, whatever crosses between them.
 
 A case is a function that runs on every rank of a group of worker processes (``two``, ``three``, ``four``), which many
-cases share. What a rank asserts there, the test asserts.
+cases share. A failed assertion on any rank fails the test.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def test_every_kind_of_loss_is_that_of_the_mini_batch_on_every_rank(two: Ranks) 
 
 
 class Fan(nn.Module):
-    """What leaves is nested, begins with what has no gradient, and is partly of no use."""
+    """The output is nested, starts with a value without gradient, and is partly unused."""
 
     def __init__(self) -> None:
         super().__init__()

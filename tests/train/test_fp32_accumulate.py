@@ -74,7 +74,7 @@ def test_one_gradient_comes_through_as_it_is() -> None:
 
 
 def test_sums_are_in_float32_during_the_step() -> None:
-    """What ties are summed in, and what the factor of a counting loss multiplies."""
+    """Sums of ties and the scaling of a loss with count use the float32 sums."""
     parameter = weight()
     with Fp32GradAccumulator([parameter]):
         for part in PARTS:

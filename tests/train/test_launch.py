@@ -295,7 +295,7 @@ def test_cores_without_control_groups(tmp_path: Path) -> None:
     assert usable_cores(tmp_path / "none", tmp_path) == len(os.sched_getaffinity(0))
 
 
-# What is refused --------------------------------------------------------------------------------------------
+# Errors --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.support.ranks import Ranks
 
 @contextmanager
 def launcher_sizes(**sizes: object) -> Iterator[None]:
-    """What ``penstock run`` says to a script."""
+    """The environment that ``penstock run`` sets for a script."""
     with mock.patch.dict(os.environ, {f"PENSTOCK_{name.upper()}": str(size) for name, size in sizes.items()}):
         yield
 

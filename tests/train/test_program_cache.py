@@ -89,7 +89,7 @@ def test_the_default_dtype_is_part_of_a_kind(two: Ranks) -> None:
 
 
 def default_device(rank: int, dynamic: bool) -> None:
-    """What the ranks tell each other is on the host, wherever tensors are made by default."""
+    """Control messages of the ranks are on the host, whatever the default device."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), batch()
     expected = plain_step(model, x, x, F.mse_loss)

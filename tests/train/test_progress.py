@@ -156,7 +156,7 @@ def test_tally() -> None:
 
 
 def shown_by(rank: int, how: str) -> tuple[list[str], float]:
-    """What a rank prints, and its own bubble."""
+    """The output of a rank, and its bubble."""
     out = io.StringIO()
     with redirect_stdout(out), pipeline(mesh=ps.Mesh()) as pipe:
         shows = how != "rank 0 alone" or rank == 0

@@ -1,4 +1,4 @@
-"""What an optimizer, a checkpoint and a look at the pipeline see: the plain model's own names and numbers."""
+"""Parameters and state of a pipeline have the plain model's names and values."""
 
 from __future__ import annotations
 

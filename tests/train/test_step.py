@@ -233,7 +233,7 @@ def test_targets_may_be_repeated() -> None:
 
 
 class Fan(nn.Module):
-    """What crosses the edge is nested, and part of it is of no use."""
+    """The value on the edge is nested, and a part of it is not used."""
 
     def __init__(self, first: str) -> None:
         super().__init__()

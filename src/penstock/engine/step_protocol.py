@@ -102,13 +102,9 @@ class StepProtocol:
             number = self.numbers[key]
             self.send_all([KNOWN, number])
             return self.headers[number]
-        distinct: list[MessageMeta] = []
-        kinds = []
-        for meta in metas:
-            if meta not in distinct:
-                distinct.append(meta)
-            kinds.append(distinct.index(meta))
-        header = StepHeader(self.count, training, context, sizes, tuple(kinds), caller_loss)
+        distinct = list(dict.fromkeys(metas))
+        kinds = tuple(distinct.index(meta) for meta in metas)
+        header = StepHeader(self.count, training, context, sizes, kinds, caller_loss)
         self.count += 1
         self.send_all([NEW, header.number])
         for rank in self.others:
@@ -232,11 +228,10 @@ class StepProtocol:
 
 def _to_host(value: Any) -> Any:
     """A value with its tensors detached and on the CPU."""
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, Broadcast):
-            return Broadcast(move(leaf.tensor))
-        return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
-
     leaves, spec = flatten(value)
-    return unflatten([move(leaf) for leaf in leaves], spec)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[i] = leaf.detach().cpu()
+        elif isinstance(leaf, Broadcast):
+            leaves[i] = Broadcast(leaf.tensor.detach().cpu())
+    return unflatten(leaves, spec)

@@ -72,13 +72,12 @@ class ThreadExecutor(Executor):
         source: ScheduleProvider,
         copies: Sequence[Sequence[nn.Parameter]] = (),
         limits: HangLimits | None = None,
-        *,
-        fp32_gradients: bool = False,
-        loss_parameters: Sequence[nn.Parameter] = (),
+        **gradients: Any,
     ) -> None:
-        super().__init__(plan, stages, source, fp32_gradients=fp32_gradients, loss_parameters=loss_parameters)
+        super().__init__(plan, stages, source, **gradients)
         self.limits = limits or HangLimits()
         self.ties = LocalTies(copies)
+        self.first_device, self.last_device = self.stages[0].device, self.stages[self.last_stage].device
         self.streaming = False
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
         uses = Counter(parameter for stage in stages for parameter in stage.module.parameters())
@@ -93,24 +92,18 @@ class ThreadExecutor(Executor):
 
     @property
     def _loss(self) -> LossAndOutputs:
-        loss = self.stages[self.last_stage].loss
-        assert loss is not None
-        return loss
-
-    @property
-    def _devices(self) -> tuple[torch.device, torch.device]:
-        """Those of the first and the last stage."""
-        return self.stages[0].device, self.stages[self.last_stage].device
+        assert self.loss is not None
+        return self.loss
 
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
         with self._running("step"):
-            loss, (first, last) = self._loss, self._devices
-            sizes, messages = split_inputs(value, self.source.count, first)
+            loss = self._loss
+            sizes, messages = split_inputs(value, self.source.count, self.first_device)
             if targets is None and loss.rule.wants_targets:
                 raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
-            parts = split_targets(targets, sizes, last)
+            parts = split_targets(targets, sizes, self.last_device)
             program = self.program(True, len(sizes))
             io = program.io
             loss.begin(sizes, parts, outputs, training=True)
@@ -126,10 +119,10 @@ class ThreadExecutor(Executor):
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
         with self._running("evaluate"):
-            own_loss, (first, last) = self._loss, self._devices
-            sizes, messages = split_inputs(value, self.source.count, first)
+            own_loss = self._loss
+            sizes, messages = split_inputs(value, self.source.count, self.first_device)
             has_loss = loss and not (targets is None and own_loss.rule.wants_targets)
-            parts = split_targets(targets, sizes, last) if has_loss else None
+            parts = split_targets(targets, sizes, self.last_device) if has_loss else None
             program = self.program(False, len(sizes))
             own_loss.begin(sizes, parts, outputs)
             program.io.inputs = [message.detached()._replace(wants=()) for message in messages]
@@ -157,7 +150,6 @@ class ThreadExecutor(Executor):
             self._programs.clear()
 
     def program(self, training: bool, microbatches: int) -> ThreadProgram:
-        """The compiled programs of a step or an evaluation."""
         key = (training, microbatches)
         if key not in self._programs:
             make = self.source.training if training else self.source.forward_only
@@ -188,10 +180,10 @@ class ThreadExecutor(Executor):
         timer = {s: timers[0 if one_thread else self.placement[s]] for s in self.stages}
         forwards: dict[Edge, LocalChannel] = {}
         for a, b in self.edges:
-            if lockstep:  # a skip connection over several stages may be as far ahead as the activations beside it
-                forwards[a, b] = LockstepChannel(microbatches, device[a], device[b], timer[b], timer[a], room=b - a - 1)
-            else:
-                forwards[a, b] = LocalChannel(microbatches, device[a], device[b], timer[b])
+            ends = (microbatches, device[a], device[b], timer[b])
+            # A skip connection over several stages may be as far ahead as the activations beside it.
+            lock = partial(LockstepChannel, sender_wait_timer=timer[a], room=b - a - 1)
+            forwards[a, b] = lock(*ends) if lockstep else LocalChannel(*ends)
         backwards = {(b, a): LocalChannel(microbatches, device[b], device[a], timer[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
@@ -255,14 +247,11 @@ class ThreadExecutor(Executor):
     # ── calls and streams ────────────────────────────────────────────────────────────────────────────────────
 
     def call(self, value: Any) -> Any:
-        sizes, messages = split_inputs(value, self.source.count, self.stages[0].device)
+        sizes, messages = split_inputs(value, self.source.count, self.first_device)
         call = _ThreadCall(self, self.source.fill_drain(len(sizes)), sizes)
         if self.weights is not None:
             self.weights.make_resident(call)
         return apply_call(call, messages)
-
-    def forward(self, value: Any) -> Any:
-        return self.call(value)
 
     def stream(self, values: Iterable[Any]) -> Iterator[Any]:
         """The outputs of many mini-batches, in order, without draining the pipeline between them.
@@ -320,7 +309,7 @@ class _StreamedBatch:
     def __init__(self, executor: ThreadExecutor, value: Any) -> None:
         self.executor = executor
         self.model_loss = ModelLoss(())
-        sizes, messages = split_inputs(value, executor.source.count, executor.stages[0].device)
+        sizes, messages = split_inputs(value, executor.source.count, executor.first_device)
         programs = lower(executor.source.forward_only(len(sizes)), executor.edges)
         inputs = [message.detached()._replace(wants=()) for message in messages]
         io = PipelineIO(inputs, outputs=[None] * len(sizes))
@@ -342,7 +331,6 @@ class _StreamedBatch:
         self.report = executor.workers.start(tasks)
 
     def outputs(self) -> Any:
-        """Wait for the outputs."""
         self.executor.wait(self.program, self.report)
         messages = [message for message in self.program.io.outputs or () if message is not None]
         return self.model_loss.merge(join([unflatten(message.leaves, message.spec) for message in messages]))
@@ -417,7 +405,13 @@ class _ThreadCall(PipelineCall):
             stack.enter_context(suspended_grad_hooks(self.parameters))
             stack.enter_context(with_training_modes(self.modes))
             if executor.on_gpu:
-                self._backward_in_this_thread(io, backward)
+                # This is autograd's own thread for the device: a backward started in another thread would wait for it.
+                # Launching is quick, so one thread keeps all devices busy: micro-batch by micro-batch, up the stages.
+                actions = [i for half in self.halves[1] for i in half if i.kind in "RB"]
+                actions.sort(key=lambda i: (i.microbatch, -i.stage, i.kind == "B"))
+                begin_run(executor.stages.values(), self.context, self.count, self.run_name)
+                program = executor.compile([actions], self.count, self.slots, io, backward, one_thread=True)
+                executor.recorded(program.runners[0])()
             else:
                 program = executor.compile(self.halves[1], self.count, self.slots, io, backward)
                 executor.run(program, grad=False, run_name=self.run_name, context=self.context)
@@ -434,19 +428,6 @@ class _ThreadCall(PipelineCall):
             if total is not None:
                 totals.update({id(parameter): total.to(parameter.device) for parameter in copies})
         return grads, totals
-
-    def _backward_in_this_thread(self, io: PipelineIO, backward: StageBackward) -> None:
-        """The backward half in this thread, which on a GPU is autograd's own thread for that device.
-
-        A backward started in another thread would wait for it. Launching is quick, so one thread keeps all devices
-        busy: micro-batch by micro-batch, up the stages.
-        """
-        executor = self.executor
-        actions = [i for half in self.halves[1] for i in half if i.kind in "RB"]
-        actions.sort(key=lambda i: (i.microbatch, -i.stage, i.kind == "B"))
-        begin_run(executor.stages.values(), self.context, self.count, self.run_name)
-        program = executor.compile([actions], self.count, self.slots, io, backward, one_thread=True)
-        executor.recorded(program.runners[0])()
 
 
 class _CrossStageGrads:
@@ -469,18 +450,15 @@ class _CrossStageGrads:
     ) -> tuple[list[nn.Parameter], Sequence[Tensor | None]]:
         """All parameters of the pipeline, and their gradients from this stage's backward."""
         entries = [leaf for other in self.earlier_slots[id(slot)] for leaf in other.inputs]
+        count = len(self.parameters)
         found = stage.gradients(grads, slot, (*self.parameters, *entries), True)
-        for leaf, grad in zip(entries, found[len(self.parameters) :], strict=True):
-            self._add(leaf, grad)
-        for leaf, grad in zip(slot.inputs, (grad for row in slot.grads for grad in row), strict=True):
-            self._add(leaf, grad)
+        own = [grad for row in slot.grads for grad in row]
+        for leaf, grad in zip((*entries, *slot.inputs), (*found[count:], *own), strict=True):
+            if grad is not None:
+                self.found[id(leaf)] = grad if id(leaf) not in self.found else self.found[id(leaf)] + grad
         mine = [self.found.pop(id(leaf), None) for leaf in slot.inputs]
         slot.grads = split_grads(mine, slot.inputs_per_edge) if slot.inputs_per_edge else [mine]
-        return self.parameters, found[: len(self.parameters)]
-
-    def _add(self, leaf: Tensor, grad: Tensor | None) -> None:
-        if grad is not None:
-            self.found[id(leaf)] = grad if id(leaf) not in self.found else self.found[id(leaf)] + grad
+        return self.parameters, found[:count]
 
 
 # ── worker threads ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -542,8 +520,7 @@ class WorkerThreads:
             if errors and failure is None:
                 failure = errors[0]
                 cancel()
-        if failure is None:
-            failure = next((error for error in report.outcomes if error is not None), None)
+        failure = failure or next((error for error in report.outcomes if error is not None), None)
         if failure is not None:
             raise failure
 
@@ -556,7 +533,6 @@ class WorkerThreads:
 
     @property
     def threads(self) -> list[int]:
-        """The idents of the workers' threads."""
         return [thread.ident or 0 for thread in self._threads]
 
     @property

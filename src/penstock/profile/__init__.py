@@ -21,38 +21,11 @@ if TYPE_CHECKING:
     from penstock.profile.trace import Trace
 
 __all__ = [
-    "Candidate",
-    "Configuration",
-    "Crossing",
-    "Hardware",
-    "LayerCosts",
-    "Link",
-    "Links",
-    "ModelCosts",
-    "Overhead",
-    "PlanResult",
-    "Profile",
-    "Ranks",
-    "Rejection",
-    "Segments",
-    "SharedParameters",
-    "Trace",
-    "Transformer",
-    "analytic_costs",
-    "device_grids",
-    "edges_between",
-    "get_hardware",
-    "local_link",
-    "measure_costs",
-    "measure_links",
-    "parse_transformer",
-    "plan",
-    "plan_analytic",
-    "plan_costs",
-    "process_link",
-    "rank_static_bytes",
-    "stage_costs",
-]
+    "Candidate", "Configuration", "Crossing", "Hardware", "LayerCosts", "Link", "Links", "ModelCosts", "Overhead",
+    "PlanResult", "Profile", "Ranks", "Rejection", "Segments", "SharedParameters", "Trace", "Transformer",
+    "analytic_costs", "device_grids", "edges_between", "get_hardware", "local_link", "measure_costs", "measure_links",
+    "parse_transformer", "plan", "plan_analytic", "plan_costs", "process_link", "rank_static_bytes", "stage_costs",
+]  # fmt: skip
 
 _LAZY = {
     "links": "Links local_link measure_links process_link",

@@ -140,7 +140,7 @@ class Transformer:
                 raise PlanError(f"a model with {one.name}={value!r}: it must be a whole number, from {minimum} up")
         if self.hidden % self.heads:
             raise PlanError(f"a model of hidden={self.hidden} cannot have {self.heads} heads: they must divide it")
-        if self.heads % self.kv_heads:
+        if self.heads % (self.kv or self.heads):
             raise PlanError(f"a model of {self.heads} heads cannot have kv={self.kv}: it must divide them")
         if self.llama > 1:
             raise PlanError(f"a model with llama={self.llama}: 1 is like Llama, 0 is like GPT")
@@ -151,13 +151,9 @@ class Transformer:
         return self.ffn or 4 * self.hidden
 
     @property
-    def kv_heads(self) -> int:
-        return self.kv or self.heads
-
-    @property
     def kv_width(self) -> int:
         """Width of the keys, and of the values."""
-        return self.hidden // self.heads * self.kv_heads
+        return self.hidden // self.heads * (self.kv or self.heads)
 
     @property
     def attention_weights(self) -> int:
@@ -170,16 +166,11 @@ class Transformer:
     @property
     def parameters(self) -> int:
         """Number of parameters; tied ones count once."""
-        layer = self.attention_weights + self.mlp_weights + sum(self.small_parameters())
-        ends = self.vocab * self.hidden * (2 if self.llama else 1)
-        rest = self.hidden if self.llama else (self.seq + 2) * self.hidden  # last norm, and position embedding
-        return self.layers * layer + ends + rest
-
-    def small_parameters(self) -> tuple[int, int]:
-        """Parameters of norms and biases of a layer: those of the attention, and of the MLP."""
-        if self.llama:
-            return self.hidden, self.hidden
-        return 2 * self.hidden + 2 * self.hidden + 2 * self.kv_width, 2 * self.hidden + self.width + self.hidden
+        h = self.hidden
+        norms_and_biases = 2 * h if self.llama else 7 * h + 2 * self.kv_width + self.width
+        ends = self.vocab * h * (2 if self.llama else 1)
+        rest = h if self.llama else (self.seq + 2) * h  # last norm, and position embedding
+        return self.layers * (self.attention_weights + self.mlp_weights + norms_and_biases) + ends + rest
 
     def flops(self, batch: int) -> float:
         """FLOPs of the matrix products of a step, forward and backward, without recompute."""
@@ -251,61 +242,6 @@ def parse_transformer(text: str) -> Transformer:
 ATTENTION = ("plain", "selective", "flash")
 
 
-@dataclass(frozen=True)
-class _Sublayer:
-    """FLOPs, bytes and parameters of a part of a model, for all tensor-parallel devices together.
-
-    Sharded numbers are divided by the number of devices. Replicated ones are not, except with sequence parallelism.
-    """
-
-    weights: float  # parameters of matrix products, sharded
-    small: float  # other parameters, replicated
-    products: float  # FLOPs with weights, in each of F, I and W
-    core: float = 0.0  # FLOPs without weights, in F
-    core_backward: float = 0.0
-    moved: float = 0.0  # bytes read and written in F, sharded
-    moved_replicated: float = 0.0
-    moved_recompute: float = 0.0  # bytes read and written in I to recompute the attention core
-    kept: float = 0.0  # activation bytes, sharded
-    kept_replicated: float = 0.0
-
-
-@dataclass(frozen=True)
-class _RunConfig:
-    """Hardware, parallelism and number formats of a run."""
-
-    hardware: Hardware
-    tokens: float
-    tensor: int
-    sequence_parallel: bool
-    attention: str
-    item: float  # bytes of an activation or parameter
-    gradient: float  # bytes of a gradient
-    state: float  # bytes of optimizer state per parameter
-
-    def costs(self, name: str, part: _Sublayer, reduced: float, *, inputs: bool = True) -> LayerCosts:
-        """The costs of a part on one device; ``reduced`` bytes are all-reduced in each direction."""
-        hardware, t = self.hardware, self.tensor
-        replicated = 1 / t if self.sequence_parallel else 1.0
-        moved = hardware.move(part.moved / t + part.moved_replicated * replicated)
-        recompute = hardware.move(part.moved_recompute / t)
-        all_reduce = hardware.all_reduce(reduced, t)
-        forward = hardware.compute((part.products + part.core) / t) + moved + all_reduce
-        backward = hardware.compute((part.products + part.core_backward) / t) + 2 * moved + recompute + all_reduce
-        parameters = part.weights / t + part.small
-        return LayerCosts(
-            name=name,
-            forward=forward,
-            input_gradient=backward if inputs else 0.0,
-            weight_gradient=hardware.compute(part.products / t) if inputs else 2 * moved,
-            recompute=forward,
-            activation=part.kept / t + part.kept_replicated * replicated,
-            parameters=parameters * self.item,
-            gradients=parameters * self.gradient,
-            optimizer=parameters * self.state,
-        )
-
-
 def analytic_costs(
     model: str | Transformer,
     hardware: str | Hardware,
@@ -331,121 +267,118 @@ def analytic_costs(
     copy and two moments), which may be sharded over ``optimizer_shards`` replicas.
     """
     model = parse_transformer(model) if isinstance(model, str) else model
-    for what, number in (("samples", samples), ("tensor", tensor), ("optimizer_shards", optimizer_shards)):
-        _check_count(what, number)
-    if devices is not None:
-        _check_count("devices", devices)
+    hardware = get_hardware(hardware)
+    counts = {"samples": samples, "tensor": tensor, "optimizer_shards": optimizer_shards}
+    counts |= {} if devices is None else {"devices": devices}
+    for what, number in counts.items():
+        if type(number) is not int or number < 1:
+            raise PlanError(f"{what}={number!r} must be a whole number, from 1 up")
     if attention not in ATTENTION:
         raise PlanError(f"attention={attention!r} must be one of {', '.join(map(repr, ATTENTION))}")
     if model.heads % tensor or model.width % tensor:
         raise PlanError(f"{model.heads} heads and an MLP of {model.width} cannot be divided among {tensor} devices")
     if sequence_parallel and tensor == 1:
         raise PlanError("sequence_parallel divides what tensor devices do alike: say tensor= too")
-    config = _RunConfig(
-        get_hardware(hardware),
-        float(samples * model.seq),
-        tensor,
-        sequence_parallel,
-        attention,
-        item_bytes,
-        gradient_bytes,
-        state_bytes / optimizer_shards,
-    )
-    reduced = config.tokens * model.hidden * item_bytes
-    layers = [config.costs("embed", _embedding(model, config), reduced, inputs=False)]
-    for i in range(model.layers):
-        halves = [
-            config.costs(f"layer.{i}.attention", _attention(model, config), reduced),
-            config.costs(f"layer.{i}.mlp", _mlp(model, config), reduced),
-        ]
-        layers += halves if half_layers else [_joined(f"layer.{i}", *halves)]
-    layers.append(config.costs("head", _head(model, config), reduced / 2))  # all-reduced in the backward only
-    size = reduced / tensor if sequence_parallel else reduced
-    tied = SharedParameters((0, len(layers) - 1), model.vocab * model.hidden / tensor * item_bytes)
-    return ModelCosts(
-        layers=tuple(layers),
-        crossings=tuple(Crossing(i, i + 1, size) for i in range(len(layers) - 1)),
-        samples=samples,
-        shared=() if model.llama else (tied,),
-        link=config.hardware.link(devices or config.hardware.devices_per_node + 1),
-        device=config.hardware.name,
-    )
+    gpt, h, e, kv = not model.llama, model.hidden, item_bytes, model.kv_width
+    tokens = float(samples * model.seq)
+    reduced = tokens * h * e  # bytes of an all-reduce
+    replicated = 1 / tensor if sequence_parallel else 1.0
 
+    def layer(
+        name: str,
+        *,
+        weights: float,  # parameters of matrix products, sharded
+        small: float,  # other parameters, replicated
+        products: float,  # FLOPs with weights, in each of F, I and W
+        core: tuple[float, float] = (0.0, 0.0),  # FLOPs without weights, in F and in I
+        moved: float = 0.0,  # bytes read and written in F, sharded
+        moved_replicated: float,
+        moved_again: float = 0.0,  # bytes read and written in I to recompute the attention core
+        kept: float = 0.0,  # activation bytes, sharded
+        kept_replicated: float,
+        reduced: float = reduced,
+    ) -> LayerCosts:
+        """The costs on one device of a part of the model, given by its numbers for all tensor-parallel devices.
 
-def _attention(model: Transformer, config: _RunConfig) -> _Sublayer:
-    h, e, tokens = model.hidden, config.item, config.tokens
+        Sharded numbers are divided by the number of devices. Replicated ones are not, except with sequence parallelism.
+        """
+        move = hardware.move(moved / tensor + moved_replicated * replicated)
+        again, all_reduce = hardware.move(moved_again / tensor), hardware.all_reduce(reduced, tensor)
+        forward = hardware.compute((products + core[0]) / tensor) + move + all_reduce
+        backward = hardware.compute((products + core[1]) / tensor) + 2 * move + again + all_reduce
+        parameters = weights / tensor + small
+        return LayerCosts(
+            name=name,
+            forward=forward,
+            input_gradient=backward if products else 0.0,  # an embedding has no gradient of its inputs
+            weight_gradient=hardware.compute(products / tensor) if products else 2 * move,
+            recompute=forward,
+            activation=kept / tensor + kept_replicated * replicated,
+            parameters=parameters * e,
+            gradients=parameters * gradient_bytes,
+            optimizer=parameters * (state_bytes / optimizer_shards),
+        )
+
+    embedding = layer(
+        "embed",
+        weights=model.vocab * h,
+        small=model.seq * h * gpt,  # positions
+        products=0,
+        moved_replicated=tokens * h * ((5 if gpt else 2) * e + gpt),
+        kept_replicated=tokens * (8 + h * gpt),  # token ids, and the dropout mask
+    )
     scores = tokens * model.seq * model.heads
-    mask = 0 if model.llama else 1  # bytes of the dropout mask per value
-    core = 4 * tokens * model.seq * h
-    recompute = config.attention == "selective"
-    if config.attention == "flash":
-        core, core_backward = core / 2, 2.5 * core / 2
-    else:
-        core_backward = (3 if recompute else 2) * core
-    in_memory = 0.0 if config.attention == "flash" else scores * ((2 if model.llama else 4) * e + mask)
-    kept_core = scores * (2 * e + mask if not model.llama else e) if config.attention == "plain" else 0.0
-    rotary = 2 * e * (h + model.kv_width) if model.llama else 0.0
-    return _Sublayer(
-        weights=model.attention_weights + (0 if model.llama else h + 2 * model.kv_width),
-        small=h if model.llama else 3 * h,
+    in_memory = 0.0 if attention == "flash" else scores * ((4 if gpt else 2) * e + gpt)
+    flops = 4 * tokens * model.seq * h / (2 if attention == "flash" else 1)
+    attention_half = layer(
+        "attention",
+        weights=model.attention_weights + (h + 2 * kv) * gpt,
+        small=3 * h if gpt else h,
         products=2 * tokens * model.attention_weights,
-        core=core,
-        core_backward=core_backward,
-        moved=in_memory + tokens * rotary,
-        moved_replicated=tokens * h * (5 * e + mask),  # norm: in and out; then dropout and residual: two in, one out
-        moved_recompute=in_memory if recompute else 0.0,
-        kept=tokens * e * (2 * h + 2 * model.kv_width) + kept_core,  # Q, K, V and the output of the core
-        kept_replicated=tokens * h * (2 * e + mask),  # the inputs of the norm and of QKV
+        core=(flops, flops * {"plain": 2, "selective": 3, "flash": 2.5}[attention]),
+        moved=in_memory + tokens * (0.0 if gpt else 2 * e * (h + kv)),  # rotary embedding
+        moved_replicated=tokens * h * (5 * e + gpt),  # norm: in and out; then dropout and residual: two in, one out
+        moved_again=in_memory if attention == "selective" else 0.0,
+        # Q, K, V and the output of the core; scores, and for GPT their softmax and its dropout mask
+        kept=tokens * e * (2 * h + 2 * kv) + (scores * (2 * e + 1 if gpt else e) if attention == "plain" else 0.0),
+        kept_replicated=tokens * h * (2 * e + gpt),  # the inputs of the norm and of QKV
     )
-
-
-def _mlp(model: Transformer, config: _RunConfig) -> _Sublayer:
-    h, e, tokens = model.hidden, config.item, config.tokens
-    mask = 0 if model.llama else 1
-    inner = model.width * (3 if model.llama else 2)  # values that GELU, or the gate, reads and writes
-    return _Sublayer(
-        weights=model.mlp_weights + (0 if model.llama else model.width),
-        small=h if model.llama else 3 * h,
+    inner = model.width * (2 if gpt else 3)  # values that GELU, or the gate, reads and writes
+    mlp_half = layer(
+        "mlp",
+        weights=model.mlp_weights + model.width * gpt,
+        small=3 * h if gpt else h,
         products=2 * tokens * model.mlp_weights,
         moved=tokens * inner * e,
-        moved_replicated=tokens * h * (5 * e + mask),
+        moved_replicated=tokens * h * (5 * e + gpt),
         kept=tokens * inner * e,
-        kept_replicated=tokens * h * (2 * e + mask),
+        kept_replicated=tokens * h * (2 * e + gpt),
     )
-
-
-def _embedding(model: Transformer, config: _RunConfig) -> _Sublayer:
-    h, tokens = model.hidden, config.tokens
-    mask = 0 if model.llama else 1
-    return _Sublayer(
+    head = layer(  # the last norm, the head, and the loss in float32
+        "head",
         weights=model.vocab * h,
-        small=0 if model.llama else model.seq * h,  # positions
-        products=0,
-        moved_replicated=tokens * h * ((2 if model.llama else 5) * config.item + mask),
-        kept_replicated=tokens * (8 + h * mask),  # token ids, and the dropout mask
-    )
-
-
-def _head(model: Transformer, config: _RunConfig) -> _Sublayer:
-    """The last norm, the head, and the loss in float32."""
-    h, e, tokens = model.hidden, config.item, config.tokens
-    return _Sublayer(
-        weights=model.vocab * h,
-        small=h if model.llama else 2 * h,
+        small=2 * h if gpt else h,
         products=2 * tokens * model.vocab * h,
         moved=tokens * model.vocab * (e + 8),
         moved_replicated=tokens * h * 2 * e,
         kept=tokens * model.vocab * 4,
         kept_replicated=tokens * h * 2 * e,
+        reduced=reduced / 2,  # in the backward only
     )
-
-
-def _joined(name: str, one: LayerCosts, two: LayerCosts) -> LayerCosts:
-    """Two sublayers as one layer."""
     numbers = [field.name for field in fields(LayerCosts)[1:9]]  # without buffers and optional ones
-    return LayerCosts(name, **{number: getattr(one, number) + getattr(two, number) for number in numbers})
-
-
-def _check_count(what: str, number: object) -> None:
-    if type(number) is not int or number < 1:
-        raise PlanError(f"{what}={number!r} must be a whole number, from 1 up")
+    whole = {name: getattr(attention_half, name) + getattr(mlp_half, name) for name in numbers}
+    layers = [embedding]
+    for i in range(model.layers):
+        halves = [replace(half, name=f"layer.{i}.{half.name}") for half in (attention_half, mlp_half)]
+        layers += halves if half_layers else [LayerCosts(f"layer.{i}", **whole)]
+    layers.append(head)
+    size = reduced / tensor if sequence_parallel else reduced
+    tied = SharedParameters((0, len(layers) - 1), model.vocab * h / tensor * e)
+    return ModelCosts(
+        layers=tuple(layers),
+        crossings=tuple(Crossing(i, i + 1, size) for i in range(len(layers) - 1)),
+        samples=samples,
+        shared=(tied,) if gpt else (),
+        link=hardware.link(devices or hardware.devices_per_node + 1),
+        device=hardware.name,
+    )

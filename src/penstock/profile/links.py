@@ -25,9 +25,9 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from math import inf
@@ -42,7 +42,7 @@ from torch import Tensor
 from penstock.engine.channel.base import Endpoint, WaitTimer
 from penstock.engine.channel.local import LocalChannel
 from penstock.engine.connections import Connections, Endpoints
-from penstock.engine.failure.rendezvous import Rendezvous
+from penstock.engine.failure.watch import Rendezvous
 from penstock.engine.message import TensorMeta
 from penstock.errors import PlanError
 from penstock.profile.costs import Link
@@ -101,17 +101,16 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
         count = mesh.pipe
         ring = [(rank, (rank + 1) % count) for rank in range(count if count > 2 else count - 1)]
         endpoints = connections.endpoints(ring, range(count), "links ", mesh.device)
-        found: dict[str, tuple[float, float]] = {}
+        found = []
         for a, b in ring:
             if mesh.pipe_rank in (a, b):
                 times = _ping_pong(endpoints[a, b, "F"], endpoints[b, a, "B"], mesh.pipe_rank == a, size, repeats)
                 if mesh.pipe_rank == a:
-                    found[f"{mesh.pipe_ranks[a]} {mesh.pipe_ranks[b]}"] = times
-        everyone = rendezvous.gather(found)
+                    found.append((mesh.pipe_ranks[a], mesh.pipe_ranks[b], *times))
+        rows = sorted(row for one in rendezvous.gather({"links": found}) for row in one["links"])
         host = (0.0, inf)
         if ring and mesh.device.type == "cpu":
-            slowest = max(large for measured in everyone for _, large in measured.values())
-            host = _host_time(rendezvous, endpoints, mesh, slowest, size)
+            host = _host_time(rendezvous, endpoints, mesh, max(large for *_, large in rows), size)
     except BaseException as error:
         rendezvous.cancel(error)
         raise
@@ -120,12 +119,7 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
             endpoint.close()
         connections.close()
     rendezvous.watch.stop()
-    pairs = {}
-    for measured in everyone:
-        for key, (small, large) in measured.items():
-            here, there = key.split()
-            pairs[int(here), int(there)] = fit_link(small, large, size, host)
-    return Links(dict(sorted(pairs.items())))
+    return Links({(here, there): fit_link(small, large, size, host) for here, there, small, large in rows})
 
 
 def _ping_pong(out: Endpoint, back: Endpoint, begins: bool, size: int, repeats: int) -> tuple[float, float]:
@@ -169,33 +163,29 @@ def _thread_round_trip(src: torch.device, dst: torch.device, size: int, repeats:
     """Median of half the round trip of a message between two threads."""
     count = repeats + 1
     out, back = LocalChannel(count, src, dst), LocalChannel(count, dst, src)
-    failed: list[BaseException] = []
 
     def answer() -> None:
         try:
             for k in range(count):
                 back.send(k, _receive(out, k, dst))
-        except BaseException as error:
-            failed.append(error)
+        except BaseException:
             back.cancel()
+            raise
 
-    thread = threading.Thread(target=answer, name="penstock link", daemon=True)
-    thread.start()
     times, value = [], torch.zeros(size, dtype=torch.uint8, device=src)
-    try:
-        for k in range(count):
-            _synchronize(src)
-            start = perf_counter()
-            out.send(k, [value])
-            _receive(back, k, src)
-            times.append((perf_counter() - start) / 2)
-    except BaseException:
-        out.cancel()
-        thread.join()
-        if failed:
-            raise failed[0] from None
-        raise
-    thread.join()
+    with ThreadPoolExecutor(1, "penstock link") as pool:
+        other = pool.submit(answer)
+        try:
+            for k in range(count):
+                _synchronize(src)
+                start = perf_counter()
+                out.send(k, [value])
+                _receive(back, k, src)
+                times.append((perf_counter() - start) / 2)
+        except BaseException:
+            out.cancel()
+            other.result()  # raises the cause, if the other thread failed first
+            raise
     return statistics.median(times[1:])
 
 
@@ -213,7 +203,7 @@ def _synchronize(device: torch.device) -> None:
 
 def _check_counts(size: int, repeats: int) -> None:
     for name, number in (("size", size), ("repeats", repeats)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        if type(number) is not int or number < 1:
             raise PlanError(f"{name}={number!r} must be a whole number from 1 up")
 
 
@@ -234,10 +224,9 @@ def _host_time(
     out = endpoints.get((rank, after, "F")) or endpoints[rank, after, "B"]
     back = endpoints.get((last, rank, "F")) or endpoints[last, rank, "B"]
     sizes = [max(1, size // part) for part in FRACTIONS]
-    found = rendezvous.gather(
-        {f"{n}": host_time_per_message(out, back, n, slowest * n / size, rank % 2) for n in sizes}
-    )
-    small, large = (statistics.mean(one[f"{n}"] for one in found) for n in sizes)
+    times = [host_time_per_message(out, back, n, slowest * n / size, rank % 2) for n in sizes]
+    everyone = [one["times"] for one in rendezvous.gather({"times": times})]
+    small, large = map(statistics.mean, zip(*everyone, strict=True))
     return _fit_line(small, large, *sizes)
 
 

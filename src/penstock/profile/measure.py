@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -25,8 +26,14 @@ from penstock.engine.microbatch import batch_size, scatter, split_targets
 from penstock.errors import PlanError, did_you_mean
 from penstock.profile.analytic import Hardware, get_hardware
 from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, Profile, SharedParameters
-from penstock.profile.flop_counter import analytic_clock
-from penstock.profile.timing import ActionTimes, LayerTimings, measure_overhead, median_times, time_layer
+from penstock.profile.timing import (
+    ActionTimes,
+    LayerTimings,
+    analytic_clock,
+    measure_overhead,
+    median_times,
+    time_layer,
+)
 from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.split import chain_of
 from penstock.split.chain import LayerChain
@@ -36,7 +43,6 @@ from penstock.split.plan import Plan
 from penstock.split.sample import accelerators_of, sample_arguments
 
 TURNS = 4  # times that each layer is timed, if the budget allows it
-_HALF_TYPES = (torch.bfloat16, torch.float16)
 
 OptimizerLike = str | float | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
 """A name, a factor of the parameters' bytes, an optimizer, or a function (such as its class) that makes one."""
@@ -65,7 +71,12 @@ def optimizer_state_ratio(optimizer: OptimizerLike, dtype: torch.dtype) -> float
     try:
         with torch.inference_mode(False), torch.enable_grad():
             parameter = nn.Parameter(torch.ones(3, 5, dtype=dtype))
-            trial = _optimizer_for(optimizer, parameter)
+            if isinstance(optimizer, torch.optim.Optimizer):  # another one of the same kind and options
+                trial = copy.copy(optimizer)
+                trial.state = defaultdict(dict)
+                trial.param_groups = [{**optimizer.param_groups[0], "params": [parameter]}]
+            else:
+                trial = optimizer([parameter])
             parameter.grad = torch.ones_like(parameter)
             trial.step()
             state: dict[str, Any] = trial.state[parameter]
@@ -79,17 +90,6 @@ def optimizer_state_ratio(optimizer: OptimizerLike, dtype: torch.dtype) -> float
     return sum(value.numel() * value.element_size() for value in grown) / (parameter.numel() * dtype.itemsize)
 
 
-def _optimizer_for(optimizer: Any, parameter: nn.Parameter) -> torch.optim.Optimizer:
-    """An optimizer of the same kind and options, for ``parameter``."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        made: torch.optim.Optimizer = optimizer([parameter])
-        return made
-    other = copy.copy(optimizer)
-    other.state = defaultdict(dict)
-    other.param_groups = [{**optimizer.param_groups[0], "params": [parameter]}]
-    return other
-
-
 def measure_costs(
     model: nn.Module | LayerChain | Plan,
     sample: Any,
@@ -100,7 +100,6 @@ def measure_costs(
     optimizer: OptimizerLike = "adamw",
     loss_fn: Callable[[Any, Any], Any] | None = None,
     targets: Any = None,
-    accumulate: str | None = None,
     threads: int | None = None,
     hardware: str | Hardware | None = None,
     progress: ProgressUI | None = None,
@@ -109,7 +108,7 @@ def measure_costs(
 
     ``sample`` is the input of the model (a tensor, a tuple of arguments or a dict of keywords), with as many samples as
     the largest micro-batch. ``sizes`` are the micro-batch sizes to measure, by default all samples and a quarter of
-    them. With ``loss_fn`` and ``targets`` the last layer includes the loss. ``accumulate`` is that of the pipeline.
+    them. With ``loss_fn`` and ``targets`` the last layer includes the loss.
 
     Layers run on ``device``, by default where they are; on a CPU with ``threads`` threads, the share of a rank.
     ``progress`` is the progress display, by default a bar on a terminal.
@@ -123,8 +122,6 @@ def measure_costs(
         raise PlanError(f"seconds={seconds!r} must be a number from 0 up")
     target = None if hardware is None else get_hardware(hardware)
     clock = None if target is None else analytic_clock(target)
-    if accumulate not in (None, "fp32"):
-        raise PlanError(f"accumulate={accumulate!r} must be None or 'fp32', as the pipeline's")
     sample_arguments(sample)  # raises for an invalid sample
     accelerators_of(chain.model, sample)  # raises for meta tensors
     there, spread = _device(chain, sample, device)
@@ -132,7 +129,7 @@ def measure_costs(
     count = len(chain.layers)
     other_bytes = 2 * sum(map(tensor_bytes, chain.model.parameters()))
     costs = []
-    with _threads(threads), _preserve_rng(), progress_ui() if progress is None else nullcontext(progress) as shown:
+    with _preserved(threads), progress_ui() if progress is None else nullcontext(progress) as shown:
         dtypes = {parameter.dtype for parameter in chain.model.parameters()}
         ratios = {dtype: optimizer_state_ratio(optimizer, dtype) for dtype in dtypes}
         overhead = measure_overhead(there, min(0.2, seconds / 20)) if clock is None else ActionTimes(*[0.0] * 5)
@@ -147,7 +144,10 @@ def measure_costs(
                 shown.advance(f"{layer.name} ({layer.index + 1} of {count})")
                 return 0.0, 0.0  # only the bytes of the measurement are used
 
-            finish = None if loss_fn is None else _loss_layer(loss_fn, part_targets, there)
+            finish: Callable[[Any], Any] | None = None
+            if loss_fn is not None:
+                (moved,) = split_targets(part_targets, (batch_size(part_targets, "targets") or 1,), there)
+                finish = partial(lambda targets, output: loss_fn(output, targets), moved)
             until = perf_counter() + seconds / len(parts)
             while not timings[0] or (clock is None and len(timings[0]) < TURNS and perf_counter() < until):
                 shown.begin(f"measuring {samples} samples", count)
@@ -155,7 +155,7 @@ def measure_costs(
             firsts, consecutive = zip(*map(median_times, timings), strict=True)
             launch = ActionTimes.median(one.minus(two) for one, two in zip(firsts, consecutive, strict=True))
             layers = [
-                _layer_costs(chain, one, times.minus(overhead), turns[0].deferred_bytes, ratios, accumulate)
+                _layer_costs(chain, one, times.minus(overhead), turns[0].deferred_bytes, ratios)
                 for one, times, turns in zip(measured.layers, consecutive, timings, strict=True)
             ]
             costs.append(
@@ -185,35 +185,23 @@ def _device(chain: LayerChain, sample: Any, device: str | torch.device | None) -
     return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found, False
 
 
-def _loss_layer(loss_fn: Callable[[Any, Any], Any], targets: Any, device: torch.device) -> Callable[[Any], Any]:
-    (there,) = split_targets(targets, (batch_size(targets, "targets") or 1,), device)
-    return lambda output: loss_fn(output, there)
-
-
 @contextmanager
-def _preserve_rng() -> Iterator[None]:
-    """Restore the random generators at the end: imports that torch makes on its way draw numbers, too."""
-    before = ModuleState(())
+def _preserved(threads: int | None) -> Iterator[None]:
+    """Set the number of intra-op threads, and at the end restore it and the random generators.
+
+    Imports that torch makes on its way draw numbers, too.
+    """
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise PlanError(f"threads={threads!r} must be a number of threads, from 1 up")
+    random_state, before = ModuleState(()), torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
     try:
         yield
     finally:
-        before.restore()
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Set the number of intra-op threads for the duration of the block."""
-    if count is None:
-        yield
-        return
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise PlanError(f"threads={count!r} must be a number of threads, from 1 up")
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        if threads is not None:
+            torch.set_num_threads(before)
+        random_state.restore()
 
 
 def _size_samples(sample: Any, targets: Any, loss_fn: Any, sizes: Iterable[int] | None) -> list[tuple[int, Any, Any]]:
@@ -230,11 +218,11 @@ def _size_samples(sample: Any, targets: Any, loss_fn: Any, sizes: Iterable[int] 
     wanted = sorted({whole, max(1, whole // 4)} if sizes is None else set(sizes))
     if not wanted or any(not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= whole for n in wanted):
         raise PlanError(f"sizes={wanted} must be numbers of samples from 1 to {whole}, which is what the sample has")
-    return [(n, _first(sample, n, whole), _first(targets, n, whole)) for n in wanted]
 
+    def first(value: Any, samples: int) -> Any:
+        return value if samples == whole else scatter(value, (samples, whole - samples))[0]
 
-def _first(value: Any, samples: int, whole: int) -> Any:
-    return value if samples == whole else scatter(value, (samples, whole - samples))[0]
+    return [(n, first(sample, n), first(targets, n)) for n in wanted]
 
 
 def _layer_costs(
@@ -243,7 +231,6 @@ def _layer_costs(
     times: ActionTimes,
     deferred: int,
     state_ratios: Mapping[torch.dtype, float],
-    accumulate: str | None,
 ) -> LayerCosts:
     members = {id(tensor): tensor for _, tensor in chain.members(measured.name)}.values()
     trained = [t for t in members if isinstance(t, nn.Parameter) and t.requires_grad]
@@ -252,17 +239,11 @@ def _layer_costs(
         **asdict(times),
         activation=measured.activation_bytes,
         parameters=measured.parameter_bytes,
-        gradients=sum(_gradient_bytes(parameter, accumulate) for parameter in trained),
+        gradients=sum(map(tensor_bytes, trained)),
         optimizer=sum(tensor_bytes(parameter) * state_ratios[parameter.dtype] for parameter in trained),
         buffers=sum(tensor_bytes(t) for t in members if not isinstance(t, nn.Parameter)),
         deferred=deferred,
     )
-
-
-def _gradient_bytes(parameter: nn.Parameter, accumulate: str | None) -> int:
-    """Bytes of its gradient during a step: with ``accumulate="fp32"`` half precision is summed in float32."""
-    fp32 = accumulate == "fp32" and parameter.dtype in _HALF_TYPES
-    return parameter.numel() * (4 if fp32 else parameter.element_size())
 
 
 def _crossings(chain: LayerChain, measured: Measurement) -> tuple[Crossing, ...]:

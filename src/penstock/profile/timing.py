@@ -21,7 +21,7 @@ that was busy elsewhere, as for the first layer of a stage; the others are the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from statistics import fmean, median
@@ -30,14 +30,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
 
+from penstock._torch import TorchDispatchMode, pytree
 from penstock.engine.forward_context import caller_context
 from penstock.engine.message import Message, flatten, merge_messages
 from penstock.engine.recompute.buffers import BufferGuard, version_of
 from penstock.engine.recompute.rng import StageRng
 from penstock.engine.recorder import deferred_bytes
 from penstock.engine.stage import SavedForward, Slot, StageEngine, begin_run
-from penstock.split.measure import LayerRun, repeat_runs
+from penstock.profile.analytic import Hardware
+from penstock.split.measure import LayerRun, repeat_runs, tensor_bytes
 from penstock.split.sample import backward_roots
 
 OUTLIER = 3  # runs that take more than this many times the median do not count
@@ -160,16 +163,16 @@ def time_layer(
 
     def timed(
         action: Callable[..., object], *arguments: Sequence[Any], hot: Iterable[Tensor | None] = ()
-    ) -> _TimedAction:
+    ) -> Callable[[], Seconds]:
         if flush is not None:
             flush(hot)
-        return _TimedAction(action, list(zip(*arguments, strict=True)), layer.devices, clock or measure_time)
+        return time_action(action, list(zip(*arguments, strict=True)), layer.devices, clock or measure_time)
 
     def input_message() -> Message:
         messages = [_to_message(value) for value in layer.inputs()]
         return merge_messages(messages)[0] if takes > 1 else messages[0]
 
-    def forwards(engine: StageEngine, slots: Sequence[Slot]) -> tuple[_TimedAction, list[list[Tensor | None]]]:
+    def forwards(engine: StageEngine, slots: Sequence[Slot]) -> tuple[Callable[[], Seconds], list[list[Tensor | None]]]:
         """A timed forward, and gradients of its outputs."""
         messages = [input_message() for _ in numbers]
         hot = [leaf for leaf in messages[0].leaves if isinstance(leaf, Tensor)]
@@ -180,7 +183,7 @@ def time_layer(
     full, split = [Slot() for _ in numbers], [Slot(saving.new_queue()) for _ in numbers]
     deferred: list[int] = []
 
-    def actions() -> list[_TimedAction]:
+    def actions() -> list[Callable[[], Seconds]]:
         forward, grads = forwards(saving, full)
         backward = timed(saving.backward, grads, full, hot=grads[0])
         _, grads = forwards(saving, split)
@@ -193,7 +196,7 @@ def time_layer(
     recomputing.rng, recomputing.buffer_guard = StageRng(module, device, None), BufferGuard(module)
     dropped = [Slot(saved=SavedForward()) for _ in numbers]
 
-    def recomputes() -> list[_TimedAction]:
+    def recomputes() -> list[Callable[[], Seconds]]:
         _, grads = forwards(recomputing, dropped)
         recompute = timed(recomputing.recompute, numbers, dropped)
         for gradients, slot in zip(grads, dropped, strict=True):
@@ -201,12 +204,15 @@ def time_layer(
             slot.clear()
         return [recompute]
 
-    def repeat(run: Callable[[], list[_TimedAction]], share: float) -> list[tuple[Seconds, ...]]:
+    def repeat(run: Callable[[], list[Callable[[], Seconds]]], share: float) -> list[tuple[Seconds, ...]]:
+        def times() -> tuple[Seconds, ...]:
+            return tuple(seconds() for seconds in run())
+
         if clock is not None:
-            return [_seconds(run())]
+            return [times()]
         until = perf_counter() + share * budget
         run()  # warm-up
-        return repeat_runs(lambda: _seconds(run()), until - perf_counter(), lambda row: sum(first for first, _ in row))
+        return repeat_runs(times, until - perf_counter(), lambda row: sum(first for first, _ in row))
 
     begin_run((saving, recomputing), caller_context(), len(numbers), "measuring")
     with ExitStack() as stack:
@@ -226,23 +232,18 @@ def _changes_buffers(layer: LayerRun) -> bool:
     return [version_of(buffer) for buffer in layer.stage.buffers()] != before
 
 
-class _TimedAction:
-    """An action that ran on consecutive micro-batches, with its time."""
+def time_action(
+    action: Callable[..., object], calls: list[Any], devices: set[torch.device], clock: Clock
+) -> Callable[[], Seconds]:
+    """Run an action on consecutive micro-batches; returns a function for the first time and the mean of the others."""
+    first = clock(lambda: action(*calls[0]), devices)
+    others = clock(lambda: [action(*call) for call in calls[1:]], devices) if calls[1:] else None
 
-    def __init__(
-        self, action: Callable[..., object], calls: list[Any], devices: set[torch.device], clock: Clock = measure_time
-    ) -> None:
-        self.others = len(calls) - 1
-        self.first = clock(lambda: action(*calls[0]), devices)
-        self.rest = clock(lambda: [action(*call) for call in calls[1:]], devices) if self.others else None
+    def seconds() -> Seconds:
+        alone = first()
+        return alone, alone if others is None else others() / (len(calls) - 1)
 
-    def seconds(self) -> Seconds:
-        first = self.first()
-        return first, first if self.rest is None else self.rest() / self.others
-
-
-def _seconds(actions: list[_TimedAction]) -> tuple[Seconds, ...]:
-    return tuple(action.seconds() for action in actions)
+    return seconds
 
 
 class _BackwardRoots(nn.Module):
@@ -283,3 +284,67 @@ def _take_output_grads(slot: Slot) -> list[Tensor | None]:
     ]
     slot.messages = []
     return grads
+
+
+# ── hardware that is not present ─────────────────────────────────────────────────────────────────────────────────
+
+LAUNCH = 2e-6  # seconds to launch an operation: an assumption
+_LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")  # they read as much as they return
+_NO_TRAFFIC = (  # views that are not marked as such, and allocations
+    "aten::detach", "aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided",
+    "aten::new_empty_strided",
+)  # fmt: skip
+
+
+def analytic_clock(hardware: Hardware) -> Clock:
+    """A clock for hardware that is not present: operations run on this machine, and their FLOPs and bytes are counted.
+
+    An operation takes the longest of its FLOPs at the rate that the hardware reaches, of the bytes that it reads and
+    writes at the rate of its memory, and of the launch latency.
+    """
+
+    def clock(work: Callable[[], object], devices: set[torch.device]) -> Elapsed:
+        with _CostCounter(hardware) as counter:
+            work()
+        return lambda: counter.seconds
+
+    return clock
+
+
+class _CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the time of all operations inside the block."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.hardware, self.seconds = hardware, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        moved = _bytes_moved(func, (args, kwargs), result)
+        if moved:
+            products = self.hardware.compute(_flops(func, args, kwargs, result))
+            self.seconds += max(products, self.hardware.move(moved), LAUNCH)
+        return result
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    """FLOPs of matrix products, convolutions and attention; 0 for all other operations."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is not None:
+        return float(count(*args, **kwargs, out_val=result))
+    name = func._schema.name
+    if not name.startswith("aten::_scaled_dot_product"):  # torch does not count the CPU's kernels
+        return 0.0
+    query, key = args[1:3] if name.endswith("backward") else args[:2]
+    forward: float = 4.0 * query.numel() * key.shape[-2]
+    return 2.5 * forward if name.endswith("backward") else forward
+
+
+def _bytes_moved(func: Any, arguments: Any, result: Any) -> float:
+    """Bytes read and written: none by views and allocations."""
+    schema = func._schema
+    if schema.name in _NO_TRAFFIC or (func.is_view and not schema.is_mutable):
+        return 0.0
+    moved = (result, result) if schema.name in _LOOKUPS else (arguments, result)
+    return float(sum(tensor_bytes(leaf) for leaf in pytree.tree_leaves(moved) if isinstance(leaf, Tensor)))

@@ -12,8 +12,8 @@ from torch import nn
 
 from penstock.engine.distributed import DistributedExecutor
 from penstock.engine.executor import Executor
-from penstock.engine.failure.rendezvous import Rendezvous, pipeline_config
 from penstock.engine.failure.status import HangLimits
+from penstock.engine.failure.watch import Rendezvous, pipeline_config
 from penstock.engine.loss import LossAndOutputs, check_outputs, loss_rule
 from penstock.engine.offload.activations import activation_offload
 from penstock.engine.offload.copies import HostBufferPool

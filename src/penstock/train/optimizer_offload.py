@@ -28,8 +28,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from penstock._torch import storage_id
-from penstock.engine.offload.copies import CopyEvent, CopyStreams, CudaCopyStreams, UpdateLease
-from penstock.engine.offload.weights import HostWeights
+from penstock.engine.offload.copies import CopyEvent, CopyStreams
+from penstock.engine.offload.weights import HostWeights, UpdateLease
 from penstock.errors import PlanError
 from penstock.format import parse_bytes
 
@@ -318,7 +318,7 @@ def offload_optimizer(optimizer: Optimizer, offload: Offload, weights: HostWeigh
         if tensor.device.type != "cuda" or not offload.optimizer:
             return None
         if tensor.device not in copies:
-            copies[tensor.device] = CudaCopyStreams(tensor.device)
+            copies[tensor.device] = CopyStreams(tensor.device)
         return copies[tensor.device]
 
     return OffloadedOptimizer(optimizer, offload.bucket_bytes, copies_for, weights=weights).optimizer

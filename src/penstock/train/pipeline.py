@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from penstock import _registry
 from penstock.engine.executor import Executor
-from penstock.engine.failure.rendezvous import Rendezvous, digest
+from penstock.engine.failure.watch import Rendezvous, digest
 from penstock.engine.loss import Outputs, StepOutcome, check_outputs
 from penstock.errors import PlanError
 from penstock.schedule.costs import Costs

@@ -59,8 +59,8 @@ def test_nothing_is_recomputed_where_there_is_room() -> None:
 def test_what_need_not_be_recomputed_is_kept_again() -> None:
     ranks = Ranks((1.0,) * 2, (1000.0,) * 2, (1.0,) * 2, None)
     search = _Search(Segments(chain([10.0] * 4, [1.0] * 4)), ranks, 4, placement_of("loop", 2, 2), 0)
-    search.try_point(((1, 2, 3, 4), frozenset(range(4))), 0.01)
-    search.descend(0.01, 10.0)
+    start = search.first_order(((1, 2, 3, 4), frozenset(range(4))), 0.01, 0)
+    search.alternate(start, Random(0), 0.2)
     assert search.best.recomputed == frozenset()
 
 
@@ -101,7 +101,7 @@ def test_no_cuts_and_recomputes_of_all_are_much_better(shape: str, p: int, v: in
 
 
 def kept_at_most(schedule: Schedule, sizes: list[float], inputs: list[float]) -> list[float]:
-    """What each rank has at its peak, counted by what it has of each micro-batch."""
+    """Peak memory of each rank, counted by its live data of each micro-batch."""
     peaks = []
     for own in schedule.orders:
         again = {(a.stage, a.microbatch) for a in own if a.kind == "R"}

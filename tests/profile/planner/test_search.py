@@ -1,4 +1,4 @@
-"""What is found: it keeps the memory, is what it says it is, and is better than what anybody would take without it."""
+"""Search results respect the memory limit, have the reported time, and beat the usual choices."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_what_cannot_be_planned_says_why(how: dict[str, object], message: str) -
 
 
 def test_a_way_is_not_ruled_out_by_a_backward_that_nobody_would_run() -> None:
-    """What a whole backward takes is no floor where its two halves take less, nor the other way round."""
+    """The time of a full backward is no lower bound if I and W take less, nor the other way round."""
     for whole in (0.1, 0.001):
         rows = tuple(LayerCosts(f"l{i}", 0.01, 0.01, 0.01, 0.01, 1.0, 1.0, 0.0, 0.0, backward=whole) for i in range(4))
         costs = ModelCosts(rows, tuple(Crossing(i, i + 1, 1.0) for i in range(3)), samples=4)

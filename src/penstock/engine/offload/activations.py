@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock._torch import storage_id
-from penstock.engine.offload.copies import CopyEvent, CopyStreams, CudaCopyStreams, HostBuffer, HostBufferPool
+from penstock.engine.offload.copies import CopyEvent, CopyStreams, HostBuffer, HostBufferPool
 from penstock.errors import PipelineError
 from penstock.schedule.lower import Instruction
+from penstock.schedule.schedule import COMPUTE
 
 _ALIGNMENT = 512  # bytes, that of CUDA memory: kernels may be chosen by alignment, and round differently
-_COMPUTE = frozenset("FRBIW")
 _TENSORS = (Tensor, nn.Parameter)
 
 
@@ -37,7 +37,7 @@ def activation_offload(device: torch.device, pool: HostBufferPool, module: nn.Mo
     """The offload of a stage on a GPU; None on the CPU."""
     if device.type != "cuda":
         return None
-    return ActivationOffload(device, CudaCopyStreams(device), pool, [*module.parameters(), *module.buffers()])
+    return ActivationOffload(device, CopyStreams(device), pool, [*module.parameters(), *module.buffers()])
 
 
 def prefetch_points(instructions: Sequence[Instruction]) -> dict[int, list[tuple[int, int]]]:
@@ -47,7 +47,7 @@ def prefetch_points(instructions: Sequence[Instruction]) -> dict[int, list[tuple
     actions lie between its forward and its backward.
     """
     points: dict[int, list[tuple[int, int]]] = {}
-    actions = [at for at, i in enumerate(instructions) if i.kind in _COMPUTE]
+    actions = [at for at, i in enumerate(instructions) if i.kind in COMPUTE]
     forwards: dict[tuple[int, int], int] = {}
     for number, at in enumerate(actions):
         kind, stage, k, _ = instructions[at]

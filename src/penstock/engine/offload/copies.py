@@ -13,52 +13,19 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from penstock._torch import storage_id
-from penstock.engine.replicas.fp32_accumulate import set_grad
+from torch import Tensor
 
 CopyEvent = Any  # the end of a copy; on CUDA a torch.cuda.Event
 Pairs = Iterable[tuple[Tensor, Tensor]]  # sources and targets
 
 
-class CopyStreams(Protocol):
-    """Copies from a device to the host and back. Tests have one that delays every copy as long as possible."""
-
-    bytes_to_host: int
-    bytes_to_device: int
-
-    def allocate_host(self, like: Tensor) -> Tensor:
-        """Host memory for a copy of ``like``."""
-        ...
-
-    def to_host(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
-        """Start copies to the host. Sources must live until their event was waited for."""
-        ...
-
-    def to_device(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
-        """Start copies to the device. Targets must live until their event was waited for, or be ``discard``ed."""
-        ...
-
-    def wait(self, event: CopyEvent, target: Tensor | None = None) -> None:
-        """Make later work of the current stream, which uses ``target``, wait for ``event``."""
-        ...
-
-    def synchronize(self, event: CopyEvent) -> None:
-        """Wait on the host."""
-        ...
-
-    def discard(self, target: Tensor) -> None:
-        """Free the target of a copy whose event nobody has waited for."""
-        ...
-
-
-class CudaCopyStreams:
-    """Two CUDA streams, one in each direction.
+class CopyStreams:
+    """Copies from a CUDA device to the host and back, on a stream in each direction.
 
     Device memory comes from the compute stream's pool: it is free for that stream's next allocation as soon as the
     stream waits for the copy. So the host never waits, and peaks are the same in each step.
@@ -71,15 +38,18 @@ class CudaCopyStreams:
         self._to_device = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def allocate_host(self, like: Tensor) -> Tensor:
+        """Host memory for a copy of ``like``."""
         layout = torch.empty_like(like, device="meta")  # dense, with the dimension order of ``like``
         return torch.empty_strided(layout.shape, layout.stride(), dtype=like.dtype, device="cpu", pin_memory=True)
 
     def to_host(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
+        """Start copies to the host. Sources must live until their event was waited for."""
         event, size = self._copy(self._to_host, pairs, after)
         self.bytes_to_host += size
         return event
 
     def to_device(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
+        """Start copies to the device. Targets must live until their event was waited for, or be ``discard``ed."""
         event, size = self._copy(self._to_device, pairs, after)
         self.bytes_to_device += size
         return event
@@ -96,26 +66,27 @@ class CudaCopyStreams:
         return stream.record_event(), size
 
     def wait(self, event: CopyEvent, target: Tensor | None = None) -> None:
+        """Make later work of the current stream, which uses ``target``, wait for ``event``."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(event)
         if target is not None:  # the user may be on another stream than the one it was allocated on
             target.record_stream(current)
 
     def synchronize(self, event: CopyEvent) -> None:
+        """Wait on the host."""
         event.synchronize()
 
     def discard(self, target: Tensor) -> None:
+        """Free the target of a copy whose event nobody has waited for."""
         target.record_stream(self._to_device)
 
 
+@dataclass(slots=True, eq=False)
 class HostBuffer:
     """Host memory, and the event of the last copy that uses it."""
 
-    __slots__ = ("last_copy", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.last_copy: CopyEvent | None = None
+    tensor: Tensor
+    last_copy: CopyEvent | None = None
 
 
 class HostBufferPool:
@@ -139,13 +110,9 @@ class HostBufferPool:
                 return self._idle[size].pop()
             if self.budget is not None and not self._evict_idle(size, self.budget):
                 return None
+            buffer = HostBuffer(allocate(size))
             self.bytes += size
-        try:
-            return HostBuffer(allocate(size))
-        except BaseException:
-            with self._lock:
-                self.bytes -= size
-            raise
+            return buffer
 
     def release(self, buffer: HostBuffer) -> None:
         """May be called from any thread, and from a finalizer that interrupts ``acquire``: takes no lock."""
@@ -162,93 +129,3 @@ class HostBufferPool:
                 self._idle[length].pop()
                 self.bytes -= length
         return True
-
-
-class HostedParameter(NamedTuple):
-    """A parameter, and its data on the host and on the device."""
-
-    parameter: nn.Parameter
-    host: Tensor
-    on_device: Tensor
-
-
-class HostStorage:
-    """One storage of parameters: its bytes on the host, and its bytes on the device, which are allocated and freed."""
-
-    __slots__ = ("device_bytes", "host_bytes", "hosted")
-
-    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device, copies: CopyStreams) -> None:
-        storage = parameters[0].untyped_storage()
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-        self.host_bytes = copies.allocate_host(torch.empty_like(source, device="meta"))
-        self.host_bytes.copy_(source)
-        self.device_bytes = torch.empty_like(source, device=device)
-        self.hosted = [
-            HostedParameter(p, _same_view(p, self.host_bytes), _same_view(p, self.device_bytes)) for p in parameters
-        ]
-        self.free()
-
-    def allocate(self) -> None:
-        self.device_bytes.untyped_storage().resize_(self.host_bytes.nbytes)
-
-    def free(self) -> None:
-        self.device_bytes.untyped_storage().resize_(0)
-
-
-class UpdateLease:
-    """A hosted parameter and its gradient on the device, for an update. Making the lease starts the copies."""
-
-    def __init__(self, hosted: HostedParameter, device: torch.device, copies: CopyStreams) -> None:
-        self.copies = copies
-        self.parameter, self.host, _ = hosted
-        self.host_grad = self.parameter.grad
-        self.on_device = [torch.empty_like(self.host, device=device)]  # data, and gradient if there is one
-        pairs = [(self.host, self.on_device[0])]
-        if self.host_grad is not None:
-            if is_plain_tensor(self.host_grad):
-                self.on_device.append(torch.empty_like(self.host_grad, device=device))
-                pairs.append((self.host_grad, self.on_device[1]))
-            else:
-                self.on_device.append(self.host_grad.to(device))
-        self.event = copies.to_device(pairs)
-        set_data_and_grad(self.parameter, *self.on_device)
-
-    def end(self, grad_changed: bool = False) -> list[tuple[CopyEvent, Tensor]]:
-        """Start to copy the changes to the host; return events, each with the tensor that must live until then."""
-        data, grad, host_grad = self.parameter.data, self.parameter.grad, self.host_grad
-        copying = [(self.copies.to_host([(data, self.host)], self.event), data)]
-        if grad_changed and grad is not None and host_grad is not None:
-            copying.append((self.copies.to_host([(grad, host_grad)], self.event), grad))
-        set_data_and_grad(self.parameter, self.host, host_grad)
-        return copying
-
-
-def grad_to_host(grad: Tensor, copies: CopyStreams) -> Tensor:
-    return copies.allocate_host(grad).copy_(grad) if is_plain_tensor(grad) else grad.cpu()
-
-
-def set_data_and_grad(parameter: nn.Parameter, data: Tensor, grad: Tensor | None = None) -> None:
-    """torch wants a gradient on its parameter's device when it is assigned, so it is removed first."""
-    parameter.grad = None
-    parameter.data = data
-    if grad is not None:
-        set_grad(parameter, grad)
-
-
-def same_layout(a: Tensor, b: Tensor) -> bool:
-    return (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-
-
-def is_stored_at(parameter: Tensor, host: Tensor) -> bool:
-    same = storage_id(parameter) == storage_id(host) and parameter.storage_offset() == host.storage_offset()
-    return same and same_layout(parameter, host)
-
-
-def is_plain_tensor(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
-def _same_view(parameter: Tensor, memory: Tensor) -> Tensor:
-    """The view of ``memory`` that ``parameter`` is of its own storage."""
-    view = torch.empty(0, dtype=parameter.dtype, device=memory.device)
-    return view.set_(memory.untyped_storage(), int(parameter.storage_offset()), parameter.shape, parameter.stride())

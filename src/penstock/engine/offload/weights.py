@@ -20,38 +20,27 @@ read: they may have no memory.
 ``pipe(x)`` with gradients brings all weights to the device: its graph needs them until its backward, whenever that is.
 They return to the host with the first run during which no such graph is alive.
 
-These stay on the device: buffers, parameters that are not plain tensors (DTensor) or share memory, and all of a stage
-with a DistributedDataParallel, which keeps references to the nodes that accumulate gradients.
+These stay on the device: buffers, parameters that are not plain tensors (DTensor) or have not a storage of their own
+(the weights of an LSTM on a GPU are parts of one), and all of a stage with a DistributedDataParallel, which keeps
+references to the nodes that accumulate gradients.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain, pairwise
-from typing import Any, NamedTuple, Protocol
+from itertools import chain
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from penstock._torch import storage_id
-from penstock.engine.offload.copies import (
-    CopyEvent,
-    CopyStreams,
-    CudaCopyStreams,
-    HostedParameter,
-    HostStorage,
-    UpdateLease,
-    grad_to_host,
-    is_plain_tensor,
-    is_stored_at,
-    same_layout,
-    set_data_and_grad,
-)
+from penstock.engine.offload.copies import CopyEvent, CopyStreams
 from penstock.engine.replicas.fp32_accumulate import set_grad
 from penstock.errors import PlanError
 from penstock.schedule.lower import Instruction
@@ -106,6 +95,14 @@ def prefetch_plan(
     return [*steps, PrefetchStep(end, tuple(present), (), ())] if steps else []
 
 
+class HostedParameter(NamedTuple):
+    """A parameter, its data on the host, and its data on the device, whose storage has memory or not."""
+
+    parameter: nn.Parameter
+    host: Tensor
+    on_device: Tensor
+
+
 class OffloadedParams:
     """Parameters that the same stages use, on the host between runs and on the device during a run.
 
@@ -132,7 +129,6 @@ class OffloadedParams:
         self._evicting: list[tuple[CopyEvent, Sequence[Tensor]]] = []  # gradients; empty for the weights
         self._last_copy: dict[str, CopyEvent] = {}
         self._grads: dict[nn.Parameter, Tensor] = {}  # host gradients, during a run
-        self._storages: list[HostStorage] = []
         self.hosted: dict[nn.Parameter, HostedParameter] = {}
         self._allocate_host()
 
@@ -145,26 +141,21 @@ class OffloadedParams:
 
     def prefetch(self) -> None:
         """Start to copy the weights to the device."""
-        for storage in self._storages:
-            storage.allocate()
-        self._start_to_device([(storage.host_bytes, storage.device_bytes) for storage in self._storages])
+        for _, host, on_device in self.hosted.values():
+            on_device.untyped_storage().resize_(host.nbytes)
+        self._start_to_device([(host, on_device) for _, host, on_device in self.hosted.values()])
         self._versions = [parameter._version for parameter in self.parameters]
         self._present = True
 
     def prefetch_grads(self) -> None:
         """Start to copy the gradients that exist to the device."""
-        pairs = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         for parameter in self.parameters:
             host = self._grads.pop(parameter, parameter.grad)
             parameter.grad = None
             if host is None:
                 continue
-            if is_plain_tensor(host):
-                on_device = torch.empty_like(host, device=self.device)
-                pairs.append((host, on_device))
-            else:
-                on_device = host.to(self.device)
-            set_grad(parameter, on_device)
+            set_grad(parameter, _device_tensor(host, self.device, pairs))
             self._grads[parameter] = host
         self._start_to_device(pairs)
 
@@ -190,7 +181,7 @@ class OffloadedParams:
             if not changed and self._differ_from_host():
                 changed = self.hidden_writes = True
         if changed:
-            self._start_to_host([(storage.device_bytes, storage.host_bytes) for storage in self._storages], ())
+            self._start_to_host([(on_device, host) for _, host, on_device in self.hosted.values()], ())
         else:
             self._free()
 
@@ -201,7 +192,7 @@ class OffloadedParams:
             grad, host = parameter.grad, self._grads.pop(parameter, None)
             if grad is None:
                 continue
-            if not is_plain_tensor(grad):
+            if not _is_plain_tensor(grad):
                 host = grad.cpu()
             else:
                 if host is None or (host.shape, host.dtype) != (grad.shape, grad.dtype):
@@ -235,8 +226,8 @@ class OffloadedParams:
             for parameter, host, _ in self.hosted.values():
                 grad = self._grads.pop(parameter, parameter.grad)
                 if grad is not None and grad.device != host.device:
-                    grad = grad_to_host(grad, self.copies)
-                set_data_and_grad(parameter, host, grad)
+                    grad = self._grad_to_host(grad)
+                _set_data_and_grad(parameter, host, grad)
             self._present = False
             self._fetching, self._evicting, self._last_copy = [], [], {}
 
@@ -253,48 +244,44 @@ class OffloadedParams:
 
     def move_to_host(self) -> None:
         """Move parameters and gradients to the host, wherever they are."""
-        elsewhere = [(p, host) for p, host, _ in self.hosted.values() if not is_stored_at(p, host)]
-        if any(storage_id(p) == storage_id(host) or not same_layout(p, host) for p, host in elsewhere):
+        elsewhere = [
+            (parameter, host)
+            for parameter, host, _ in self.hosted.values()
+            if storage_id(parameter) != storage_id(host) or not _same_layout(parameter, host)
+        ]
+        if any(not _same_layout(parameter, host) for parameter, host in elsewhere):
             self._allocate_host()  # their dtype, shape or layout was changed
             return
         for parameter, host in elsewhere:
             host.copy_(parameter.data)
-            grad = None if parameter.grad is None else grad_to_host(parameter.grad, self.copies)
-            set_data_and_grad(parameter, host, grad)
+            _set_data_and_grad(parameter, host, self._grad_to_host(parameter.grad))
         if elsewhere:
             self._free()
 
-    def lease(self, parameter: nn.Parameter) -> UpdateLease:
-        return UpdateLease(self.hosted[parameter], self.device, self.copies)
-
     def _allocate_host(self) -> None:
-        by_storage: dict[int, list[nn.Parameter]] = defaultdict(list)
         for parameter in self.parameters:
-            by_storage[storage_id(parameter)].append(parameter)
-        for storage, parameters in list(by_storage.items()):
-            if parameters[0].untyped_storage().nbytes() > 2 * sum(p.nbytes for p in parameters):
-                for parameter in parameters:  # small parts of a large storage: copy them out of it
-                    parameter.data = parameter.data.clone()
-                    by_storage[storage_id(parameter)] = [parameter]
-                del by_storage[storage]
-        self._storages = [HostStorage(parameters, self.device, self.copies) for parameters in by_storage.values()]
-        self.hosted = {one.parameter: one for storage in self._storages for one in storage.hosted}
-        for parameter, host, _ in self.hosted.values():
-            grad = None if parameter.grad is None else grad_to_host(parameter.grad, self.copies)
-            set_data_and_grad(parameter, host, grad)
+            host = self.copies.allocate_host(parameter.data).copy_(parameter.data)
+            self.hosted[parameter] = HostedParameter(parameter, host, torch.empty_like(host, device=self.device))
+            self.hosted[parameter].on_device.untyped_storage().resize_(0)
+            _set_data_and_grad(parameter, host, self._grad_to_host(parameter.grad))
+
+    def _grad_to_host(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None:
+            return None
+        return self.copies.allocate_host(grad).copy_(grad) if _is_plain_tensor(grad) else grad.cpu()
 
     def _differ_from_host(self) -> bool:
-        for storage in self._storages:
+        for _, host, on_device in self.hosted.values():
             with torch.inference_mode(False):
-                before = torch.empty_like(storage.device_bytes)
-            self.copies.wait(self.copies.to_device([(storage.host_bytes, before)]), before)
-            if not torch.equal(before, storage.device_bytes):
+                before = torch.empty_like(on_device)
+            self.copies.wait(self.copies.to_device([(host, before)]), before)
+            if not torch.equal(_bytes_of(before), _bytes_of(on_device)):
                 return True
         return False
 
     def _free(self) -> None:
-        for storage in self._storages:
-            storage.free()
+        for _, _, on_device in self.hosted.values():
+            on_device.untyped_storage().resize_(0)
 
     def _start_to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         if pairs:
@@ -306,20 +293,34 @@ class OffloadedParams:
         self._evicting.append((self._last_copy["to host"], grads))
 
 
-class OpenCall(Protocol):
-    """A call of the pipeline whose backward may still come."""
+class UpdateLease:
+    """A hosted parameter and its gradient on the device, for an update. Making the lease starts the copies."""
 
-    over: bool
+    def __init__(self, hosted: HostedParameter, device: torch.device, copies: CopyStreams) -> None:
+        self.copies = copies
+        self.parameter, self.host, _ = hosted
+        self.host_grad = self.parameter.grad
+        pairs: list[tuple[Tensor, Tensor]] = []
+        self.on_device = [_device_tensor(self.host, device, pairs)]  # data, and gradient if there is one
+        if self.host_grad is not None:
+            self.on_device.append(_device_tensor(self.host_grad, device, pairs))
+        self.event = copies.to_device(pairs)
+        _set_data_and_grad(self.parameter, *self.on_device)
+
+    def end(self, grad_changed: bool = False) -> list[tuple[CopyEvent, Tensor]]:
+        """Start to copy the changes to the host; return events, each with the tensor that must live until then."""
+        data, grad, host_grad = self.parameter.data, self.parameter.grad, self.host_grad
+        copying = [(self.copies.to_host([(data, self.host)], self.event), data)]
+        if grad_changed and grad is not None and host_grad is not None:
+            copying.append((self.copies.to_host([(grad, host_grad)], self.event), grad))
+        _set_data_and_grad(self.parameter, self.host, host_grad)
+        return copying
 
 
 def host_weights(modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> HostWeights | None:
     """The host weights of stages on GPUs; None without any such stage."""
-
-    def copies_for(device: torch.device) -> CopyStreams | None:
-        return CudaCopyStreams(device) if device.type == "cuda" else None
-
-    weights = HostWeights(modules, devices, copies_for)
-    return weights if weights.copies else None
+    copies = {device: CopyStreams(device) for device in {devices[stage] for stage in modules} if device.type == "cuda"}
+    return HostWeights(modules, devices, copies) if copies else None
 
 
 class HostWeights:
@@ -332,10 +333,9 @@ class HostWeights:
         self,
         modules: Mapping[int, nn.Module],
         devices: Sequence[torch.device],
-        copies_for: Callable[[torch.device], CopyStreams | None],
+        copies: Mapping[torch.device, CopyStreams],
     ) -> None:
-        all_copies = {device: copies_for(device) for device in dict.fromkeys(devices[stage] for stage in modules)}
-        self.copies = {device: copies for device, copies in all_copies.items() if copies is not None}
+        self.copies = copies
         self.modules = {stage: module for stage, module in modules.items() if devices[stage] in self.copies}
         self.devices = devices
         self.resident = False
@@ -363,19 +363,20 @@ class HostWeights:
         module, device = self.modules.get(stage), self.devices[stage]
         if module is None or any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules()):
             return
-        by_storage: dict[int, list[tuple[nn.Parameter, ParamsKey]]] = defaultdict(list)
+        storages = Counter(storage_id(t) for t in (*module.parameters(), *module.buffers()) if _is_on(t, device))
+        by_key: dict[ParamsKey, list[nn.Parameter]] = defaultdict(list)
         for name, parameter in module.named_parameters():
             key = self._keys[stage, name]
             if parameter in self._params_of:  # offloaded with an earlier stage, and moved to the device with this one
                 self._params_of[parameter].move_to_host()
-            elif key[0] == stage and type(parameter) is nn.Parameter and _is_on(parameter, device):
-                by_storage[storage_id(parameter)].append((parameter, key))
-        buffers = {storage_id(buffer) for buffer in module.buffers() if _is_on(buffer, device)}
-        by_key: dict[ParamsKey, list[nn.Parameter]] = defaultdict(list)
-        for storage, pairs in by_storage.items():
-            parameters, keys = [parameter for parameter, _ in pairs], {key for _, key in pairs}
-            if storage not in buffers and len(keys) == 1 and not _overlap(parameters):
-                by_key[keys.pop()] += parameters
+            elif (
+                key[0] == stage
+                and type(parameter) is nn.Parameter
+                and _is_on(parameter, device)
+                and storages[storage_id(parameter)] == 1
+                and parameter.untyped_storage().nbytes() == parameter.nbytes
+            ):
+                by_key[key].append(parameter)
         with torch.inference_mode(False), torch.no_grad():
             for key, parameters in by_key.items():
                 self._params[key] = OffloadedParams(parameters, device, self.copies[device])
@@ -445,8 +446,8 @@ class HostWeights:
 
     # ── between runs ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def make_resident(self, call: OpenCall | None = None) -> None:
-        """Bring all weights and gradients to their devices, to stay there until the call is over."""
+    def make_resident(self, call: Any = None) -> None:
+        """Bring all weights and gradients to their devices, to stay there until ``call.over``, or the call is freed."""
         with self._lock:
             if call is not None:
                 self._open_calls.add(call)
@@ -471,7 +472,9 @@ class HostWeights:
     def lease(self, parameter: Tensor) -> UpdateLease | None:
         """Start to copy a parameter on the host, and its gradient, to its device for an update."""
         params = self._on_host(parameter)
-        return None if params is None else params.lease(parameter)  # type: ignore[arg-type]
+        if params is None:
+            return None
+        return UpdateLease(params.hosted[parameter], params.device, params.copies)  # type: ignore[index]
 
     def device_of(self, parameter: Tensor) -> torch.device | None:
         """The device that uses a parameter, if it is on the host now."""
@@ -505,12 +508,30 @@ def _is_on(tensor: Tensor, device: torch.device) -> bool:
     return tensor.device == device and tensor.layout is torch.strided and not tensor.is_inference()
 
 
-def _overlap(tensors: Sequence[Tensor]) -> bool:
-    """Whether some of these views of one storage have bytes in common."""
-    ranges = []
-    for tensor in tensors:
-        if tensor.numel():
-            begin = int(tensor.storage_offset()) * tensor.itemsize
-            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-            ranges.append((begin, begin + (last + 1) * tensor.itemsize))
-    return any(end > begin for (_, end), (begin, _) in pairwise(sorted(ranges)))
+def _is_plain_tensor(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _device_tensor(host: Tensor, device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """A tensor for a copy on the device, to be started with those in ``pairs``; a sparse one is copied at once."""
+    if not _is_plain_tensor(host):
+        return host.to(device)
+    pairs.append((host, torch.empty_like(host, device=device)))
+    return pairs[-1][1]
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _set_data_and_grad(parameter: nn.Parameter, data: Tensor, grad: Tensor | None = None) -> None:
+    """torch wants a gradient on its parameter's device when it is assigned, so it is removed first."""
+    parameter.grad = None
+    parameter.data = data
+    if grad is not None:
+        set_grad(parameter, grad)

@@ -20,9 +20,9 @@ replica's c follows from its statistics before and after the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +39,6 @@ from penstock.engine.recompute.buffers import (
 from penstock.errors import PlanError
 
 _CHUNK = 1 << 24  # values per reduction, which needs as much memory again
-_MERGE_EVERY = (
-    16  # micro-batches whose moments are merged together: few kernels, and memory independent of their number
-)
 
 Gather = Callable[[Any], list[Any]]
 
@@ -87,17 +84,6 @@ def _weighted_sum(rows: Tensor, counts: Sequence[int]) -> Tensor:
     return total
 
 
-def moments_per_call(rows: Sequence[Sequence[Moments | None]], like: Tensor | None) -> list[list[Moments]]:
-    """Moments of each call from all replicas (``rows``), on the device of ``like``. An empty replica has no calls."""
-    calls: list[list[Moments]] = [[] for _ in range(max(map(len, rows)))]
-    for row in rows:
-        for moments, part in zip(calls, row, strict=False):
-            if part is not None and like is not None:
-                count, origin, shift, square = part
-                moments.append((count, origin.to(like.device), shift.to(like.device), square.to(like.device)))
-    return calls
-
-
 _OPTIONS = ("training", "momentum", "eps")
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", *_OPTIONS),
@@ -109,7 +95,7 @@ _read_data = Tensor.data.__get__  # type: ignore[attr-defined]
 class DeferredStatistics:
     """The BatchNorm layers of one stage. First runs of a forward are within ``counting``, recomputes in ``ignoring``.
 
-    ``begin`` comes before the forwards of a step or a call, ``commit`` or ``abort`` after them.
+    ``begin`` comes before the forwards of a step or a call, ``commit`` after them.
     """
 
     def __init__(self, module: nn.Module, stage: int | None = None) -> None:
@@ -132,11 +118,9 @@ class DeferredStatistics:
         self.ignoring = _InstallProbes(self.layers, False)
 
     def begin(self) -> None:
-        """Drop moments of an earlier step that failed."""
+        """Drop the moments of a step that failed."""
         for layer in self.layers:
             layer.calls = []
-
-    abort = begin
 
     def commit(self, gather: Gather | None = None) -> None:
         """Update the running statistics as one forward of the whole mini-batch would.
@@ -147,7 +131,9 @@ class DeferredStatistics:
             if gather is not None and self.layers:
                 gathered = gather([layer.summary() for layer in self.layers])
                 for layer, *rows in zip(self.layers, *gathered, strict=True):
-                    layer.calls = moments_per_call(rows, layer.module.running_mean)
+                    layer.calls = []
+                    for row in rows:
+                        layer.add(row)
             for layer in self.layers:
                 layer.commit()
 
@@ -165,7 +151,7 @@ def commit_statistics(norms: Iterable[DeferredStatistics], gather: Gather | None
         yield
     except BaseException:
         for norm in norms:
-            norm.abort()
+            norm.begin()
         raise
     for norm in norms:
         norm.commit(gather)
@@ -189,7 +175,7 @@ class _DeferredLayer:
         self.real: dict[str, Tensor | None] = {}  # the layer's own buffers, while it has probes
         self.shown: list[Tensor] = []  # the tensors behind the probes, and their versions
         self.versions: list[int] = []
-        self.probes: list[Tensor] = []
+        self.probes: list[_StatisticsProbe] = []
         self.data_read = False  # a custom forward has read ``.data``, through which writes leave no version
         self.outer: list[bool] = []  # ``counting`` of the enclosing contexts
         self.scratch = ScratchStatistics(module)
@@ -208,7 +194,9 @@ class _DeferredLayer:
         # torch's forward does not write to the probes. A custom one may: it gets copies, so that it can be undone.
         self.shown = [clone_buffer(mean), clone_buffer(var)] if self.custom_forward else [mean, var]
         self.versions = [version_of(tensor) for tensor in self.shown]
-        self.probes = [_probe(tensor, self) for tensor in self.shown]
+        self.probes = [tensor.detach().as_subclass(_StatisticsProbe) for tensor in self.shown]
+        for probe in self.probes:
+            probe.layer = self
         # A custom forward may use this number; torch's only increments it.
         scratch = self.scratch.current()["num_batches_tracked"]
         number = clone_buffer(tracked) if self.custom_forward and tracked is not None else scratch
@@ -232,12 +220,14 @@ class _DeferredLayer:
                 "batch_norm, so those of the whole mini-batch cannot be computed: use batchnorm='microbatch'"
             )
         if completed:
-            self.calls += [[] for _ in current[len(self.calls) :]]
-            for moments, part in zip(self.calls, current, strict=False):
-                if part is not None:
-                    moments.append(part)
-                if len(moments) == _MERGE_EVERY:
-                    moments[:] = [merge_moments(moments)]
+            self.add(current)
+
+    def add(self, row: Sequence[Moments | None]) -> None:
+        """Add the moments of each call in one micro-batch, or in one replica. One without samples has no calls."""
+        self.calls += [[] for _ in row[len(self.calls) :]]
+        for moments, part in zip(self.calls, row, strict=False):
+            if part is not None:
+                moments.append(part)
 
     def count(self, x: Tensor) -> None:
         """Record one call on ``x``. torch.compile may trace this: nothing here depends on earlier micro-batches."""
@@ -265,7 +255,8 @@ class _DeferredLayer:
                 factor = tracked.to(mean.dtype).reciprocal()
             for running, new in ((module.running_mean, mean), (module.running_var, square / (count - 1))):
                 assert running is not None
-                running.copy_(factor * new + (1 - factor) * running.to(new.dtype))
+                old = running.to(new.dtype)
+                running.copy_(factor * new.to(old.device) + (1 - factor) * old)
 
 
 class _InstallProbes:
@@ -280,14 +271,9 @@ class _InstallProbes:
             layer.install(self.counting)
 
     def __exit__(self, kind: object, *_: object) -> None:
-        failure: PlanError | None = None
-        for layer in self.layers:
-            try:
-                layer.remove(kind is None)
-            except PlanError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+        with ExitStack() as stack:  # all of them, even if one raises
+            for layer in self.layers:
+                stack.callback(layer.remove, kind is None)
 
 
 class _StatisticsProbe(Tensor):
@@ -319,23 +305,6 @@ class _StatisticsProbe(Tensor):
             return self.detach().clone()
 
 
-def _probe(real: Tensor, layer: _DeferredLayer) -> Tensor:
-    probe = real.detach().as_subclass(_StatisticsProbe)
-    probe.layer = layer
-    return probe
-
-
-class _Statistics(NamedTuple):
-    """Running statistics after so many updates."""
-
-    updates: int
-    mean: Tensor
-    var: Tensor
-
-    def cpu(self) -> _Statistics:
-        return _Statistics(self.updates, self.mean.cpu(), self.var.cpu())
-
-
 class RunningStatistics:
     """The running statistics of a rank's BatchNorm layers, combined over the replicas after each step."""
 
@@ -353,38 +322,38 @@ class RunningStatistics:
         before, self._before = self._before, []
         if not before:
             return
-        gathered = self.gather([_read_statistics(layer).cpu() for layer, _ in before])
+        gathered = self.gather([_read_statistics(layer) for layer, _ in before])
         for (layer, old), *new in zip(before, *gathered, strict=True):
-            mean, var = (_combine(layer.momentum, old, new, name) for name in ("mean", "var"))
-            assert layer.running_mean is not None
-            assert layer.running_var is not None
-            assert layer.num_batches_tracked is not None
-            layer.running_mean.copy_(mean)
-            layer.running_var.copy_(var)
-            layer.num_batches_tracked.fill_(old.updates + sum(replica.updates - old.updates for replica in new))
+            updates, *values = zip(old, *new, strict=True)
+            for name, (before_step, *after) in zip(STATISTICS, values, strict=False):
+                running: Any = getattr(layer, name)
+                running.copy_(_combine(layer.momentum, updates, before_step, after))
+            tracked: Any = layer.num_batches_tracked
+            tracked.fill_(sum(updates) - len(new) * updates[0])
 
 
-def _read_statistics(layer: BatchNorm) -> _Statistics:
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    assert layer.num_batches_tracked is not None
-    return _Statistics(int(layer.num_batches_tracked), layer.running_mean.clone(), layer.running_var.clone())
+_Statistics = tuple[int, Tensor, Tensor]  # the number of updates, mean and variance on the host
 
 
-def _combine(momentum: float | None, old: _Statistics, new: list[_Statistics], name: str) -> Tensor:
-    """Apply the updates of all replicas to ``old``, one replica after the other."""
-    start: Tensor = getattr(old, name)
-    total, count = start.double(), old.updates
-    for replica in new:
-        updates = replica.updates - old.updates
-        if updates:
+def _read_statistics(layer: Any) -> _Statistics:
+    return int(layer.num_batches_tracked), layer.running_mean.cpu().clone(), layer.running_var.cpu().clone()
+
+
+def _combine(momentum: float | None, updates: Sequence[int], old: Tensor, new: Sequence[Tensor]) -> Tensor:
+    """Apply the updates of all replicas to a statistic, one replica after the other.
+
+    ``updates`` has the number of updates in ``old``, then in ``new``.
+    """
+    total, count = old.double(), updates[0]
+    for value, number in zip(new, updates[1:], strict=True):
+        added_updates = number - updates[0]
+        if added_updates:
             # With momentum None the statistics are the mean of all updates: an old value keeps its share of them.
-            share = old.updates / replica.updates if momentum is None else (1 - momentum) ** updates
-            keep = count / (count + updates) if momentum is None else share
-            value: Tensor = getattr(replica, name).to(start.device)
-            added = value.double() - share * start.double()
+            share = updates[0] / number if momentum is None else (1 - momentum) ** added_updates
+            keep = count / (count + added_updates) if momentum is None else share
+            added = value.double() - share * old.double()
             if momentum is None:
-                added *= replica.updates / (count + updates)
+                added *= number / (count + added_updates)
             total = keep * total + added
-            count += updates
-    return total.to(start.dtype)
+            count += added_updates
+    return total

@@ -11,7 +11,7 @@ BatchNorm layers with torch's own ``forward`` need no copies: their output does 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,19 +63,29 @@ class BufferGuard:
 
     def after(self) -> SavedBuffers:
         """The buffers that the forward changed, for ``restored``."""
-        learning = self._learning
-        changed = [entry for entry in self.entries if entry.has_changed(learning)]
+        changed = [entry for entry in self.entries if entry.has_changed(self._learning)]
         saved = [entry.take() for entry in changed]
-        if learning:
+        if self._learning:
             for entry in self.entries:
-                entry.drop_large()
+                if entry.tensor is not None and entry.tensor.nbytes > _LARGE:
+                    entry.saved = _NO_COPY
             self._known.add(self._mode)
             self._learning = False
         return saved
 
-    def restored(self, saved: SavedBuffers) -> AbstractContextManager[None]:
+    @contextmanager
+    def restored(self, saved: SavedBuffers) -> Iterator[None]:
         """Around a recompute: the buffers have the values that the first run saw; afterwards their current ones."""
-        return _restored(saved) if saved else nullcontext()
+        current = [(members, name, members.get(name)) for members, name, _ in saved]
+        copies: dict[int, Tensor] = {}
+        for members, name, value in saved:
+            # A copy: the recompute changes it as the first run did, and may not be the last.
+            members[name] = None if value is None else copies.setdefault(id(value), value.clone())
+        try:
+            yield
+        finally:
+            for members, name, value in current:
+                members[name] = value
 
 
 class _BufferEntry:
@@ -124,24 +134,6 @@ class _BufferEntry:
                 "which no earlier forward did, and its previous value is needed for the recompute: run the step again"
             )
         return self.members, self.name, saved
-
-    def drop_large(self) -> None:
-        if self.tensor is not None and self.tensor.nbytes > _LARGE:
-            self.saved = _NO_COPY
-
-
-@contextmanager
-def _restored(saved: SavedBuffers) -> Iterator[None]:
-    current = [(members, name, members.get(name)) for members, name, _ in saved]
-    copies: dict[int, Tensor] = {}
-    for members, name, value in saved:
-        # A copy: the recompute changes it as the first run did, and may not be the last.
-        members[name] = None if value is None else copies.setdefault(id(value), value.clone())
-    try:
-        yield
-    finally:
-        for members, name, value in current:
-            members[name] = value
 
 
 class BatchNormFreeze:

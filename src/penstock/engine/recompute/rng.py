@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from penstock._torch import TorchDispatchMode
@@ -63,9 +65,9 @@ class StageRng:
         self.names: dict[int, list[str]] = {}
         for name, part in module.named_modules(remove_duplicate=False):
             self.names.setdefault(id(part), []).append(fqn(name))
-        self.drawing: dict[int, nn.Module] = {}  # modules that were seen to draw
+        self.drawing: set[int] = set()  # identities of modules that were seen to draw
         self._learned: list[object] = []  # modes whose first forward has run
-        self._handles: list[RemovableHandle] = []
+        self._handles: dict[int, list[RemovableHandle]] = {}  # by module: all during a first forward, then the drawing
 
     @contextmanager
     def forward(self, mode: object, microbatch: int, states: RngStates | None, recomputing: bool) -> Iterator[None]:
@@ -83,59 +85,48 @@ class StageRng:
             yield
             return
         session = _RngSession(self, self.first + microbatch, states, recomputing, learning)
+        session.enter_module(self.module, not learning and id(self.module) in self.drawing)
         outer, _current.session = _current.session, session
         try:
             if learning:
-                with self._detecting(session):
+                with self._hooked_modules(), _RandomOpDetector(session):
                     yield
                 self._learned.append(mode)
             else:
-                session.enter_module(self.module, id(self.module) in self.drawing)
-                try:
-                    yield
-                finally:
-                    session.exit_module()
-        finally:
-            _current.session = outer
-
-    @contextmanager
-    def _detecting(self, session: _RngSession) -> Iterator[None]:
-        handles = [
-            handle
-            for part in self.module.modules()
-            # A scripted module takes no hooks: its draws count as its parent's.
-            if part is not self.module and not isinstance(part, torch.jit.ScriptModule)
-            for handle in (
-                part.register_forward_pre_hook(session.detecting_pre_hook),
-                part.register_forward_hook(session.detecting_hook, always_call=True),
-            )
-        ]
-        session.enter_module(self.module, False)
-        try:
-            with _RandomOpDetector(session):
                 yield
         finally:
             session.exit_module()
-            for handle in handles:
-                handle.remove()
+            _current.session = outer
 
-    def add_drawing(self, module: nn.Module) -> None:
-        """Put hooks on a module that was seen to draw; the stage's own module is covered by ``forward``."""
-        if id(module) not in self.drawing:
-            self.drawing[id(module)] = module
-            if module is not self.module:
-                self._handles.append(module.register_forward_pre_hook(self._pre_hook))
-                self._handles.append(module.register_forward_hook(self._hook, always_call=True))
+    @contextmanager
+    def _hooked_modules(self) -> Iterator[None]:
+        """All modules have hooks, and afterwards those that draw; ``forward`` covers the stage's own module."""
+        for part in self.module.modules():
+            # A scripted module takes no hooks: its draws count as its parent's.
+            if part is not self.module and id(part) not in self._handles and not isinstance(part, ScriptModule):
+                self._handles[id(part)] = [
+                    part.register_forward_pre_hook(self._pre_hook),
+                    part.register_forward_hook(self._hook, always_call=True),
+                ]
+        try:
+            yield
+        finally:
+            self._remove_hooks(self._handles.keys() - self.drawing)
 
     def _pre_hook(self, module: nn.Module, _: Any) -> None:
         session = _current.session
-        if session is not None and session.rng is self and not session.learning:
-            session.enter_module(module, True)
+        if session is not None and session.rng is self:
+            session.enter_module(module, not session.learning)
 
     def _hook(self, *_: Any) -> None:
         session = _current.session
-        if session is not None and session.rng is self and not session.learning:
+        if session is not None and session.rng is self:
             session.exit_module()
+
+    def _remove_hooks(self, keys: Iterable[int]) -> None:
+        for key in list(keys):
+            for handle in self._handles.pop(key):
+                handle.remove()
 
     def generators(self) -> list[torch.Generator]:
         if self.device.type == "cuda":
@@ -143,9 +134,7 @@ class StageRng:
         return [torch.default_generator]
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._remove_hooks(self._handles)
         self.drawing.clear()
         self._learned.clear()
 
@@ -171,14 +160,6 @@ class _RngSession:
         self.stack.append(_ModuleCall(module, number))
         if draws:
             self.begin_drawing()
-
-    def detecting_pre_hook(self, module: nn.Module, _: Any) -> None:
-        if _current.session is self:  # a stage in another thread may run the same module
-            self.enter_module(module, False)
-
-    def detecting_hook(self, *_: Any) -> None:
-        if _current.session is self:
-            self.exit_module()
 
     def begin_drawing(self) -> None:
         """Take the lock and set the stream of the module on top of the stack, once per call."""
@@ -218,13 +199,11 @@ class _RngSession:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
+@dataclass(slots=True)
 class _ModuleCall:
-    __slots__ = ("before", "module", "number")
-
-    def __init__(self, module: nn.Module, number: int) -> None:
-        self.module = module
-        self.number = number
-        self.before: list[Tensor] | None = None  # generator states when it began to draw
+    module: nn.Module
+    number: int
+    before: list[Tensor] | None = None  # generator states when it began to draw
 
 
 class _RandomOpDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -238,6 +217,6 @@ class _RandomOpDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.session.rng.add_drawing(self.session.stack[-1].module)
+            self.session.rng.drawing.add(id(self.session.stack[-1].module))
             self.session.begin_drawing()
         return func(*args, **(kwargs or {}))

@@ -8,7 +8,8 @@ replica 1   stage 0 ── stage 1 ── stage 2        losses are weighted by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -19,8 +20,6 @@ from torch import Tensor
 from penstock.engine.channel.base import ChannelError, Group
 from penstock.engine.channel.control import ControlChannel
 from penstock.engine.failure.status import RankStatus
-
-__all__ = ["PendingSum", "ReplicaGroup", "broadcast_from_first"]
 
 PendingSum = Callable[[], list[float]]  # waits for sums under way, and returns them
 
@@ -52,21 +51,16 @@ class ReplicaGroup:
 
     def start_allreduce(self, tensor: Tensor) -> Any:
         """Start to replace a tensor by its sum over the replicas; ``wait`` waits for it."""
-        try:
+        with channel_errors():
             return self._group_for(tensor).allreduce([tensor])
-        except RuntimeError as error:
-            raise ChannelError(None, str(error)) from None
 
     def wait(self, work: Any) -> Any:
         """Wait for a collective and return its result; on a GPU the current stream waits."""
         start = perf_counter()
-        try:
-            with self.status.waiting(self.others):
-                result = work.wait()
-            self.control.wait_timer.seconds += perf_counter() - start
-            return result
-        except RuntimeError as error:
-            raise ChannelError(None, str(error)) from None
+        with channel_errors(), self.status.waiting(self.others):
+            result = work.wait()
+        self.control.wait_timer.seconds += perf_counter() - start
+        return result
 
     def gather(self, value: Any) -> list[Any]:
         """Every replica's value, in the order of the replicas."""
@@ -89,12 +83,19 @@ def broadcast_from_first(
     tensors: Iterable[Tensor], group: Group, wait: Callable[[Any], Any] = lambda work: work.wait()
 ) -> None:
     """Give every process of a group the values of its first process."""
-    try:
+    with channel_errors():
         pairs = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
         for work in [group.broadcast(dense, 0) for _, dense in pairs]:
             wait(work)
         for tensor, dense in pairs:
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.copy_(dense)
+
+
+@contextmanager
+def channel_errors(peer: int | None = None) -> Iterator[None]:
+    """Errors of collectives become those of a channel, to ``peer`` if it is known."""
+    try:
+        yield
     except RuntimeError as error:
-        raise ChannelError(None, str(error)) from None
+        raise ChannelError(peer, str(error)) from None

@@ -27,11 +27,6 @@ class DdpSettings:
     hooks: list[tuple[Callable[..., Any], object]]  # the wrapper's own list: a hook may be registered later
     bucket_bytes: int
 
-    def call_hook(self, bucket: HookBucket) -> Any:
-        """A future of the bucket's mean over the replicas."""
-        hook, state = self.hooks[-1]
-        return hook(state, bucket)
-
 
 class HookBucket:
     """Has the methods of ``torch.distributed.GradBucket``, which only torch can make."""

@@ -50,12 +50,11 @@ class Fp32GradAccumulator:
             for parameter in self.parameters:
                 # A dtype that the user has set for the gradients stays.
                 if parameter.requires_grad and parameter.dtype in _HALF and parameter.grad_dtype is parameter.dtype:
-                    prepare = partial(self._prepare, parameter)
                     node = get_gradient_edge(parameter).node
                     self._nodes.append(node)
-                    self._hooks.callback(node.register_prehook(partial(_accumulate_prehook, prepare)).remove)
+                    self._hooks.callback(node.register_prehook(partial(self._before_accumulation, parameter)).remove)
                     self._hooks.callback(fp32_sums.pop, id(parameter))
-                    fp32_sums[id(parameter)] = prepare
+                    fp32_sums[id(parameter)] = partial(self._prepare, parameter)
                     self._stash[parameter] = parameter.grad
                     parameter.grad = None
         except BaseException as error:
@@ -73,6 +72,10 @@ class Fp32GradAccumulator:
                 del total
         finally:
             self._lock.release()
+
+    def _before_accumulation(self, parameter: nn.Parameter, grads: tuple[Tensor | None]) -> Any:
+        """Runs before autograd adds to ``.grad``; returning ``(None,)`` leaves nothing to add."""
+        return (None,) if grads[0] is not None and self._prepare(parameter, grads[0]) else None
 
     def _prepare(self, parameter: nn.Parameter, grad: Tensor) -> bool:
         """Make the float32 sum that ``grad`` can be added to. A sparse gradient is added here, and stays sparse."""
@@ -98,12 +101,6 @@ def set_grad(parameter: Tensor, grad: Tensor) -> None:
     parameter.grad = grad.to(parameter.dtype) if grad.is_sparse else parameter.data
     assert parameter.grad is not None
     parameter.grad.data = grad
-
-
-def _accumulate_prehook(prepare: Callable[[Tensor], bool], grads: tuple[Tensor | None, ...]) -> Any:
-    """Runs before autograd adds to ``.grad``; returning ``(None,)`` leaves nothing to add."""
-    (grad,) = grads
-    return (None,) if grad is not None and prepare(grad) else None
 
 
 def _round_total(total: Tensor | None, before: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -11,7 +11,6 @@ points that all replicas reach.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from penstock._torch import composable_registry, fsdp_param_groups, fsdp_state
-from penstock.engine.channel.base import ChannelError
+from penstock.engine.replicas import channel_errors
 from penstock.errors import PlanError
 
 
@@ -59,6 +58,7 @@ class FsdpStage:
         self._states: list[Any] = [fsdp_state(root) for root in roots]
         for state in self._states:
             state._lazy_init()
+        self.device: torch.device = self._states[0]._device
         all_states = [each for state in self._states for each in state._state_ctx.all_states]
         self.groups = [group for state in all_states for group in fsdp_param_groups(state)]
         self.parameters: dict[int, Any] = {
@@ -73,11 +73,6 @@ class FsdpStage:
         self._set_reduction(False)
 
     @property
-    def device(self) -> torch.device:
-        device: torch.device = self._states[0]._device
-        return device
-
-    @property
     def converts_grads(self) -> bool:
         """Whether gradients are accumulated over micro-batches in another dtype than they are computed in."""
         dtypes = ((p.param_dtype or p.orig_dtype, p.reduce_dtype) for p in self.parameters.values())
@@ -85,11 +80,11 @@ class FsdpStage:
 
     def unshard(self) -> None:
         """Start to gather the parameters. The forward of each part waits for its own."""
-        with _channel_errors():
+        with channel_errors():
             self._unshard_handles = [part.unshard(async_op=True) for part in self.parts]
 
     def wait_unshard(self) -> None:
-        with _channel_errors():
+        with channel_errors():
             for handle in self._unshard_handles:
                 handle.wait()
         self._unshard_handles = []
@@ -113,7 +108,7 @@ class FsdpStage:
                 parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
                 parameter.to_accumulated_grad_if_needed()
         self._set_reduction(True)
-        with _channel_errors():
+        with channel_errors():
             for group in self.groups:
                 group.post_backward()
         self._set_reduction(False)
@@ -159,11 +154,3 @@ def _roots(module: nn.Module) -> Iterator[Any]:
 
 def _has_gradient(parameter: Any) -> bool:
     return parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None
-
-
-@contextmanager
-def _channel_errors() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise ChannelError(None, str(error)) from None

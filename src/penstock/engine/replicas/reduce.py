@@ -61,7 +61,12 @@ class GradReducer:
             own = [p for p in modules[stage].parameters() if id(p) not in seen]
             seen.update(map(id, own))
             self.stages[stage] = own
-        self.sparse = {id(p) for module in modules.values() for p in _sparse_weights(module)}
+        self.sparse = {
+            id(part.weight)
+            for module in modules.values()
+            for part in module.modules()
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        }
         self._ready: set[int] = set()
         self._unstarted: list[int] = []
         self._reductions: list[_PendingReduction] = []
@@ -128,9 +133,11 @@ class GradReducer:
     def _start_sums(self, parameters: Iterable[nn.Parameter], replicas: ReplicaGroup) -> None:
         kinds: dict[tuple[torch.dtype, torch.device, DdpSettings | None], list[nn.Parameter]] = {}
         for parameter in parameters:
-            dtype, ddp = _dtype(parameter), self.ddp.get(id(parameter))
-            hooked = ddp is not None and bool(ddp.hooks)
-            if not hooked and to_local(parameter).numel() * dtype.itemsize >= self._bucket_bytes(ddp):
+            # Not the gradient's dtype: the gradient may be missing in one replica.
+            dtype = torch.float32 if id(parameter) in fp32_sums else parameter.dtype
+            ddp = self.ddp.get(id(parameter))
+            capacity, hooked = (self.bucket, False) if ddp is None else (ddp.bucket_bytes, bool(ddp.hooks))
+            if not hooked and to_local(parameter).numel() * dtype.itemsize >= capacity:
                 grad = _local_grad(parameter, dtype).contiguous()
                 if parameter.grad is None or to_local(parameter.grad) is not grad:
                     set_local_grad(parameter, grad)
@@ -138,17 +145,16 @@ class GradReducer:
             else:
                 kinds.setdefault((dtype, parameter.device, ddp), []).append(parameter)
         for (dtype, _, ddp), group in kinds.items():
-            buckets = _buckets(group, self._bucket_bytes(ddp) // dtype.itemsize)
+            capacity = self.bucket if ddp is None else ddp.bucket_bytes
+            buckets = _buckets(group, capacity // dtype.itemsize)
             for number, bucket in enumerate(buckets):
                 flat = torch.cat([_local_grad(p, dtype).reshape(-1) for p in bucket])
                 if ddp is not None and ddp.hooks:
-                    work = ddp.call_hook(HookBucket(number, flat, bucket, number == len(buckets) - 1))
+                    hook, state = ddp.hooks[-1]
+                    work = hook(state, HookBucket(number, flat, bucket, number == len(buckets) - 1))
                     self._reductions.append(_PendingReduction(work, bucket, flat, ddp))
                 else:
                     self._reductions.append(_PendingReduction(replicas.start_allreduce(flat), bucket, flat))
-
-    def _bucket_bytes(self, ddp: DdpSettings | None) -> int:
-        return self.bucket if ddp is None else ddp.bucket_bytes
 
     def _finish_reduction(self, reduction: _PendingReduction, got_grad: set[int]) -> None:
         work, parameters, flat, ddp = reduction
@@ -171,11 +177,6 @@ class GradReducer:
                 grads = [g for g in self.replicas.gather(grad) if g is not None]
                 total = sum(grads[1:], grads[0])
                 set_grad(parameter, total.to(parameter.device).coalesce() if total.is_sparse else total)
-
-
-def _dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype in which gradients are summed. Not taken from the gradient, which may be missing in one replica."""
-    return torch.float32 if id(parameter) in fp32_sums else parameter.dtype
 
 
 def _local_grad(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
@@ -209,8 +210,3 @@ def _unflatten_grads(parameters: list[nn.Parameter], flat: Tensor, got_grad: set
             set_local_grad(parameter, part.clone())
         else:
             to_local(parameter.grad).copy_(part)
-
-
-def _sparse_weights(module: nn.Module) -> list[Tensor]:
-    tables = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse]
-    return [table.weight for table in tables]

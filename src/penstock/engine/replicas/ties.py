@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.channel.base import ChannelError, Group
+from penstock.engine.channel.base import Group
 from penstock.engine.failure.status import RankStatus
+from penstock.engine.replicas import channel_errors
 from penstock.engine.replicas.dtensor import is_dtensor, to_local
 from penstock.engine.replicas.fp32_accumulate import fp32_sums, set_grad
 from penstock.errors import PlanError
@@ -58,9 +59,6 @@ class Ties:
             for parameter, old in zip(parameters, before, strict=True):
                 if old is not None:
                     parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
-
-    def close(self) -> None:
-        self.copies.clear()
 
 
 class LocalTies(Ties):
@@ -154,11 +152,9 @@ class ProcessTies(Ties):
 
     def _wait(self, number: int, start: Callable[[Group], Any]) -> None:
         others = self.others[number]
-        try:
-            with self.status.waiting(others, "for the other copies of a tied parameter from"):
-                start(self.groups[number]).wait()
-        except RuntimeError as error:
-            raise ChannelError(others[0] if len(others) == 1 else None, str(error)) from None
+        waiting = self.status.waiting(others, "for the other copies of a tied parameter from")
+        with channel_errors(others[0] if len(others) == 1 else None), waiting:
+            start(self.groups[number]).wait()
 
     def _compare_layouts(self, tie: Tie, parameter: nn.Parameter) -> None:
         """Sharded copies must have equal placements: their local parts are summed."""
@@ -180,7 +176,7 @@ class ProcessTies(Ties):
         return all(parameter is not copies[0] or group.rank() == 0 for copies, group in pairs)
 
     def close(self) -> None:
-        super().close()
+        self.copies.clear()
         self.groups.clear()
 
 
@@ -230,14 +226,9 @@ def _separate_modules(modules: Mapping[int, nn.Module], places: Mapping[int, Has
             stateless = next(chain(module.parameters(), module.buffers()), None) is None
             if stateless or first_place.setdefault(id(module), place) == place:
                 continue
-            copies.setdefault(id(module), _shallow_copy(module))
+            if id(module) not in copies:
+                copied = copies[id(module)] = copy.copy(module)
+                for name in ("_parameters", "_buffers", "_modules"):  # its own dictionaries, to replace members in
+                    copied.__dict__[name] = dict(vars(module)[name])
             owner, _, leaf = path.rpartition(".")
             modules[stage].get_submodule(owner)._modules[leaf] = copies[id(module)]
-
-
-def _shallow_copy(module: nn.Module) -> nn.Module:
-    """The same members in dictionaries of its own, so that they can be replaced."""
-    copied = copy.copy(module)
-    for name in ("_parameters", "_buffers", "_modules"):
-        copied.__dict__[name] = dict(vars(module)[name])
-    return copied

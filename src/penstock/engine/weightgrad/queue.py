@@ -20,7 +20,6 @@ from penstock.errors import PipelineError
 
 is_compiling = torch.compiler.is_compiling
 is_grad_enabled = torch.is_grad_enabled
-_strided = torch.strided
 _TENSORS = frozenset({Tensor, Parameter})
 
 # The queue of each backward that is an I, by autograd's number of it: autograd's device threads know no other identity.
@@ -53,25 +52,7 @@ class WeightGradRecorder:
         self.keeps_edges = True
         self.autograd_in_forward = False
         self.ones: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}  # vectors for sums over rows
-        self._forwards = forwards
-
-    def begin(self, queue: WeightGradQueue) -> None:
-        active.recording = queue
-        queue.keeps_edges = self.keeps_edges
-        for dictionary, forward in self._forwards:
-            # A forward that is there already stays: the user's, or that of a thread with the same module.
-            dictionary.setdefault("forward", forward)
-
-    def end(self, queue: WeightGradQueue, completed: bool) -> None:
-        active.recording = None
-        for dictionary, forward in self._forwards:
-            if dictionary.get("forward") is forward:
-                del dictionary["forward"]
-        queue.casts.clear()
-        if self.autograd_in_forward:
-            self._forwards = []
-        elif completed:
-            self.keeps_edges = False
+        self.forwards = forwards
 
 
 class WeightGradQueue:
@@ -81,13 +62,12 @@ class WeightGradQueue:
     and ``W``: ``run`` raises if one was.
     """
 
-    __slots__ = ("_deferring", "_recording", "casts", "entries", "keeps_edges", "open", "recorder", "shared")
+    __slots__ = ("_deferring", "_recording", "casts", "entries", "keeps_edges", "open", "recorder")
 
     def __init__(self, recorder: WeightGradRecorder) -> None:
         self.recorder = recorder
-        self.shared = recorder.shared
         self.keeps_edges = True  # as the recorder's was when F began
-        self.entries: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.entries: list[tuple[Callable[[Any], None], tuple[Any, ...]]] = []  # functions, and their argument
         self.open = False  # I is running: the nodes of this micro-batch may queue their work
         self.casts: dict[int, tuple[Tensor, int, Tensor]] = {}  # parameters cast by autocast, during F
         self._recording = _RecordingContext(self)
@@ -116,8 +96,8 @@ class WeightGradQueue:
         set_grad_enabled(False)
         try:
             while entries:
-                work, arguments = entries.pop()
-                work(*arguments)
+                work, entry = entries.pop()
+                work(entry)
         finally:
             set_grad_enabled(before)
             entries.clear()
@@ -141,12 +121,27 @@ class _RecordingContext(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self.entered = is_grad_enabled()
-        if self.entered:
-            self.queue.recorder.begin(self.queue)
+        if not self.entered:
+            return
+        active.recording = self.queue
+        self.queue.keeps_edges = self.queue.recorder.keeps_edges
+        for dictionary, forward in self.queue.recorder.forwards:
+            # A forward that is there already stays: the user's, or that of a thread with the same module.
+            dictionary.setdefault("forward", forward)
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self.entered:
-            self.queue.recorder.end(self.queue, kind is None)
+        if not self.entered:
+            return
+        active.recording = None
+        recorder = self.queue.recorder
+        for dictionary, forward in recorder.forwards:
+            if dictionary.get("forward") is forward:
+                del dictionary["forward"]
+        self.queue.casts.clear()
+        if recorder.autograd_in_forward:
+            recorder.forwards = []
+        elif kind is None:
+            recorder.keeps_edges = False
 
 
 class _DeferringContext(AbstractContextManager[None]):
@@ -203,7 +198,7 @@ def defers(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool
         )
         and is_grad_enabled()
         and type(x) in _TENSORS
-        and x.layout is _strided
+        and x.layout is torch.strided
         and not x.is_nested
         and not functorch_active()
         and not foreign_hooks()
@@ -214,38 +209,6 @@ def foreign_hooks() -> bool:
     """Whether saved tensors go to hooks other than the offload's, such as a checkpoint's, which runs the op again."""
     top = top_saved_tensors_hooks(True)
     return top is not None and type(top[0]) is not PackHook
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype in which autocast runs matrix products, if it is on for the device of ``x``."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def autocast_arguments(
-    queue: WeightGradQueue, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The arguments of a matrix product as autocast casts them: parameters once per forward, as its cache does."""
-    dtype = autocast_dtype(x)
-    if dtype is None:
-        return x, weight, bias
-    return (
-        _cast(x, dtype),
-        _cast_cached(queue, weight, dtype),
-        None if bias is None else _cast_cached(queue, bias, dtype),
-    )
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not torch.float64 else tensor
-
-
-def _cast_cached(queue: WeightGradQueue, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    cached = queue.casts.get(id(parameter))
-    if cached is None or cached[1] != parameter._version or cached[2].dtype is not dtype:
-        cached = parameter, parameter._version, _cast(parameter.detach(), dtype)
-        queue.casts[id(parameter)] = cached
-    return cached[2]
 
 
 # ── gradients ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -321,15 +284,15 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor | None]) -
         and not parameter._post_accumulate_grad_hooks
         and parameter.is_floating_point()
     )
-    if (
-        queue is None or not deferrable or torch.is_grad_enabled()
-    ):  # with grad mode on, a graph of the gradient is wanted
+    # With grad mode on, a graph of the gradient is wanted.
+    if queue is None or not deferrable or torch.is_grad_enabled():
         return compute()
-    queue.entries.append((_compute_and_accumulate, (parameter, compute, queue.shared)))
+    queue.entries.append((_compute_and_accumulate, (parameter, compute, queue.recorder.shared)))
     return None
 
 
-def _compute_and_accumulate(parameter: Tensor, compute: Callable[[], Tensor | None], shared: frozenset[int]) -> None:
+def _compute_and_accumulate(entry: tuple[Tensor, Callable[[], Tensor | None], frozenset[int]]) -> None:
+    parameter, compute, shared = entry
     value = compute()
     if value is None:
         return

@@ -8,8 +8,8 @@ The objective is the bottleneck: the time per micro-batch of the slowest rank (t
 speed) or of the slowest channel (the bytes that cross its cut). Every rank stays within its memory: the static bytes
 of its stages, and the activations of its micro-batches in flight.
 
-Straight partitions are exact, by dynamic programming. All others start from a balanced partition, which is improved by
-local moves and then by simulated annealing.
+Straight partitions are exact, by dynamic programming. All others are balanced partitions, improved by local moves; the
+joint search moves their cuts further.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import exp, inf
+from math import inf
 from operator import add
-from random import Random
 
 from penstock.profile.planner.segments import Cuts, Ranks, Segments, bottleneck, rank_bytes, rank_time
 from penstock.schedule.schedule import loop, vee
@@ -30,24 +29,22 @@ def placement_of(shape: str, p: int, v: int) -> tuple[int, ...]:
     return vee(p) if shape == "v" else loop(p, v)
 
 
-def best_cuts(segments: Segments, ranks: Ranks, shape: str, v: int) -> Cuts | None:
-    """The cuts with the smallest bottleneck that were found; None if none were found that fit the memory."""
-    placement = placement_of(shape, len(ranks), v)
+def find_cuts(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> list[Cuts]:
+    """Balanced cuts, then the best straight ones, if they have a smaller bottleneck; none if none fit the memory."""
     start = balanced(segments, ranks, placement)
-    if v == 1:
+    found = [] if start is None else [start]
+    if len(placement) == len(ranks):
         limit = inf if start is None else bottleneck(segments, ranks, placement, start)
-        return _best_straight(segments, ranks, limit) or start
-    return None if start is None else anneal(segments, ranks, placement, start)
+        straight = _best_straight(segments, ranks, limit)
+        found += [] if straight is None else [straight]
+    return found
 
 
-def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
+def least_memory(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> float:
     """Smallest factor by which device memory must grow for a feasible partition (±1 %)."""
-    placement = placement_of(shape, len(ranks), v)
 
     def is_feasible(factor: float) -> bool:
-        more = replace(ranks, memory=tuple(factor * size for size in ranks.memory))
-        found = _best_straight(segments, more, inf) if v == 1 else balanced(segments, more, placement)
-        return found is not None
+        return bool(find_cuts(segments, replace(ranks, memory=tuple(factor * m for m in ranks.memory)), placement))
 
     low, high = 0.0, 1.0
     while not is_feasible(high):
@@ -56,15 +53,6 @@ def least_memory(segments: Segments, ranks: Ranks, shape: str, v: int) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if is_feasible(middle) else (middle, high)
     return high
-
-
-def _stages_of_ranks(placement: Sequence[int], p: int) -> list[list[int]]:
-    return [[s for s, rank in enumerate(placement) if rank == own] for own in range(p)]
-
-
-def _channels(placement: Sequence[int]) -> list[int]:
-    """The stages whose input comes from another rank."""
-    return [s for s in range(1, len(placement)) if placement[s - 1] != placement[s]]
 
 
 # ── one range of layers per rank ─────────────────────────────────────────────────────────────────────────────────
@@ -175,8 +163,8 @@ class _LocalSearch:
 
     def __init__(self, segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: list[int]) -> None:
         self.segments, self.ranks, self.placement, self.cuts = segments, ranks, placement, cuts
-        self.own = _stages_of_ranks(placement, len(ranks))
-        self.channels = _channels(placement)
+        self.own = [[s for s, other in enumerate(placement) if other == rank] for rank in range(len(ranks))]
+        self.channels = [s for s in range(1, len(placement)) if placement[s - 1] != placement[s]]
         self.missing = [0.0] * len(ranks)
         self.times = [self._evaluate(rank) for rank in range(len(ranks))]
         self.value = self._value()
@@ -225,77 +213,3 @@ class _LocalSearch:
         times = [time for time in self.times if time < inf] + channels
         top = max(times, default=0.0)
         return sum(self.missing), top, sum((time / top) ** 8 for time in times) if top else 0.0
-
-
-# ── simulated annealing ──────────────────────────────────────────────────────────────────────────────────────────
-
-_POWER = 24  # the energy of a rank is (time / best) ** _POWER: the busiest rank counts most, the next ones a little
-_HOT, _COLD = 4.0, 1e-2  # temperatures at the start and at the end
-_INFEASIBLE = 4.0  # a rank without enough memory, or a slow channel, counts as this many times the best bottleneck
-_EFFORT = 20_000, 400_000  # units of about 0.1 microseconds: for each layer, and at most
-
-
-def anneal(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts, seed: int = 0) -> Cuts:
-    """The best cuts met by simulated annealing from ``cuts``.
-
-    A move shifts two cuts by a layer each, or several neighbouring ones together: up to a whole round, which leaves all
-    stages but two of one rank unchanged where layers are equal.
-    """
-    works = segments.layer_work
-    if ranks.recompute:
-        works = [work + segments.recompute_work(i, i + 1) for i, work in enumerate(works)]
-    bound = max(sum(works) / sum(ranks.speed), max(works) / max(ranks.speed)) * (1 + 1e-9)
-    p, stages, draw = len(ranks), len(placement), Random(seed)
-    own, channels = _stages_of_ranks(placement, p), set(_channels(placement))
-    at, best, value = [0, *cuts], cuts, bottleneck(segments, ranks, placement, cuts)
-    if value <= bound:
-        return cuts
-
-    def rank_energy(rank: int) -> float:
-        time = rank_time(segments, ranks, rank, [(at[s], at[s + 1]) for s in own[rank]])
-        return min(_INFEASIBLE, time / value) ** _POWER
-
-    def channel_energy(s: int) -> float:
-        time = segments.cut_seconds[at[s]] / value
-        return 0.0 if time <= 1 or s not in channels else min(_INFEASIBLE, time) ** _POWER
-
-    energies = [rank_energy(rank) for rank in range(p)]
-    runs, optional = stages // p, ranks.recompute is None and min(ranks.memory) < inf
-    each = 20 + 4 * runs + (2 << runs) if optional else 16 + (8 if ranks.recompute else 4) * runs
-    steps = min(_EFFORT[0] * segments.n, _EFFORT[1]) // each
-    for step in range(steps):
-        temperature = _HOT * (_COLD / _HOT) ** (step / steps)
-        shifts = _random_shifts(draw, stages, p)
-        touched = {placement[s] for cut in shifts for s in (cut - 1, cut)}
-        before = sum(energies[rank] for rank in touched) + sum(map(channel_energy, shifts))
-        for s, shift in shifts.items():
-            at[s] += shift
-        accepted = all(at[s - 1] < at[s] < at[s + 1] for s in shifts)
-        if accepted:
-            fresh = {rank: rank_energy(rank) for rank in touched}
-            after = sum(fresh.values()) + sum(map(channel_energy, shifts))
-            accepted = after <= before or draw.random() < exp((before - after) / temperature)
-        if not accepted:
-            for s, shift in shifts.items():
-                at[s] -= shift
-            continue
-        for rank in touched:
-            energies[rank] = fresh[rank]
-        if after < before and max(energies) < 1 - 1e-9:
-            reached = bottleneck(segments, ranks, placement, tuple(at[1:]))
-            if reached < value:
-                best, value = tuple(at[1:]), reached
-                energies = [rank_energy(rank) for rank in range(p)]  # relative to the new best
-                if value <= bound:
-                    break
-    return best
-
-
-def _random_shifts(draw: Random, stages: int, p: int) -> dict[int, int]:
-    """A move: by how many layers each cut is shifted."""
-    first = draw.randrange(1, stages)
-    if draw.random() < 0.6:
-        return {first: draw.choice((-1, 1)), draw.randrange(1, stages): draw.choice((-1, 1))}
-    width = draw.random()
-    last = min(stages, first + (1 if width < 0.6 else p if width > 0.9 else draw.randint(2, p + 1)))
-    return dict.fromkeys(range(first, last), draw.choice((-1, 1)))

@@ -1,10 +1,9 @@
 """Search cuts and schedule together: uneven cuts pay off only with an order that is made for them.
 
-    balanced and annealed cuts              ──▶ an order for each ──▶ the best of them
-    neighbours: cuts moved by one layer     ──▶ an order for each ──▶ the best of them, and so on
+    balanced cuts ──▶ an order for each ──▶ the best of them
 
-          ┌▶ neighbours with the same order ──▶ improve the order of the best of these ─┐
-          └───────────── the best of them and of the current one, improved ◀────────────┘
+    ┌▶ neighbours: cuts moved by one layer, with the same order ──▶ improve the order of the best of these ─┐
+    └──────────────────── the best of them and of the current one, improved ◀───────────────────────────────┘
 
 Where memory is scarce, the set of recomputed stages is searched in the same way: as few as possible.
 
@@ -21,7 +20,7 @@ from math import inf
 from random import Random
 
 from penstock.errors import ScheduleError
-from penstock.profile.planner.cuts import balanced, best_cuts, placement_of
+from penstock.profile.planner.cuts import find_cuts, placement_of
 from penstock.profile.planner.segments import Cuts, Ranks, Segments, choose_recompute, rank_static_bytes, stage_costs
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule
@@ -185,7 +184,7 @@ def joint_search(
     more if that makes the step faster. Without ``moves``, only the initial cuts are tried.
     """
     search = _Search(segments, ranks, m, placement_of(shape, len(ranks), v), seed)
-    search.run(shape, v, seconds, moves)
+    search.run(seconds, moves)
     return search.with_least_memory(min(QUICK, seconds / 40)) if search.found else None
 
 
@@ -205,18 +204,16 @@ class _Search:
     def best_point(self) -> Point:
         return min(self.found, key=lambda point: self.found[point].result.makespan)
 
-    def run(self, shape: str, v: int, seconds: float, moves: bool) -> None:
+    def run(self, seconds: float, moves: bool) -> None:
         adaptable = 3 * len(self.placement) * self.m <= DETERMINISTIC_ACTIONS
         quick, left = min(QUICK, seconds / 40), seconds
-        for point in dict.fromkeys(self._initial_points(shape, v, annealed=moves and adaptable)):
+        for point in dict.fromkeys(self._initial_points()):
             self.try_point(point, quick)
             left -= quick
             if not moves and (len(self.found) == 2 or (self.found and left <= 0)):
                 break
         if not self.found:
             return
-        if moves:
-            left -= self.descend(quick, (0.2 if adaptable else 0.5) * left)
         if not (moves and adaptable):
             self.try_point(self.best_point, max(QUICK if moves else 0.0, left))
             return
@@ -272,21 +269,6 @@ class _Search:
             recomputed = frozenset(a.stage for order in found.schedule.orders for a in order if a.kind == "R")
             self.found[point] = JointResult(point[0], recomputed, stages.costs, found, static)
 
-    def descend(self, each: float, budget: float) -> float:
-        """Move to better neighbours while there are any and some of the budget is left; return the time spent."""
-        seen, before, spent = set[Point](), None, 0.0
-        while self.best is not before:
-            before = self.best
-            for point in self._neighbours((before.cuts, before.recomputed)):
-                stages = None if point in seen else self.stages(point)
-                seen.add(point)
-                if stages is not None and stages.lower_bound(recompute_optional=False) < self.best.result.makespan:
-                    if spent > budget:
-                        return spent
-                    self.try_point(point, each)
-                    spent += each + 60 * stages.seconds_per_move
-        return spent
-
     def first_order(self, point: Point, seconds: float, turn: int) -> AdaptedSchedule:
         """One more order for a point."""
         stages = self.stages(point)
@@ -329,20 +311,15 @@ class _Search:
             found = SearchResult(simulation.schedule, makespan, bound, simulation.peak_memory, problem.cap)
             self.add(adapted.point, stages, found)
 
-    def _initial_points(self, shape: str, v: int, *, annealed: bool) -> Iterator[Point]:
-        """Cuts to start from, for many micro-batches in flight and for few; ``annealed`` ones take longer to find."""
+    def _initial_points(self) -> Iterator[Point]:
+        """Cuts to start from, for many micro-batches in flight and for few."""
         p, m = len(self.ranks), self.m
         in_flight = [(float(count),) * p for count in sorted({min(m, p), min(m, max(1, p // 2)), 1})]
         in_flight.append(tuple(float(min(m, p - rank)) for rank in range(p)))
         for counts in in_flight:
             limits = replace(self.ranks, in_flight=counts)
-            cuts = balanced(self.segments, limits, self.placement)
-            if cuts is not None:
+            for cuts in find_cuts(self.segments, limits, self.placement):
                 yield cuts, self._recomputed(limits, cuts)
-            if annealed or cuts is None:
-                found = best_cuts(self.segments, limits, shape, v)
-                if found is not None:
-                    yield found, self._recomputed(limits, found)
 
     def _recomputed(self, ranks: Ranks, cuts: Cuts) -> frozenset[int]:
         """The stages to recompute so that every rank fits its memory."""

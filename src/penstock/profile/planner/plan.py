@@ -83,16 +83,13 @@ def plan(
     The search takes about ``seconds`` of CPU time, the measurement about ``measure_seconds``.
     """
     if mesh is not None and (devices is not None or hardware is not None):
-        what = "hardware" if devices is None else "devices"
-        raise PlanError(f"under a mesh its processes are the devices: leave out {what}=")
+        raise PlanError("under a mesh its processes are the devices: leave out devices= and hardware=")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise PlanError(f"mesh must be ps.Mesh(pipe=…), got {type(mesh).__name__}")
     if link is not None and not isinstance(link, Link):
         raise PlanError(f"link must be a Link(latency, bandwidth) of penstock.profile, got {link!r}")
     if recompute not in (None, True, False):
-        raise PlanError(
-            f"recompute={recompute!r} must be True (all stages), False (none) or None (where memory requires it)"
-        )
+        raise PlanError(f"recompute={recompute!r} must be True (all stages), False (none) or None (as memory requires)")
     if not isinstance(measure_seconds, (int, float)) or not 0 <= measure_seconds < inf:
         raise PlanError(f"measure_seconds={measure_seconds!r} must be how long to measure, a number from 0 up")
     if sample is None and costs is None:
@@ -156,11 +153,8 @@ def plan(
 
 
 def _check_options(batch: Any, microbatches: Any, seconds: Any, seed: Any, devices: Any = 1) -> None:
-    for name, number in (
-        ("batch", batch),
-        ("devices", devices),
-        ("microbatches", 1 if microbatches is None else microbatches),
-    ):
+    counts = {"batch": batch, "devices": devices, "microbatches": 1 if microbatches is None else microbatches}
+    for name, number in counts.items():
         if type(number) is not int or number < 1:
             raise PlanError(f"{name}={number!r} must be a whole number, from 1 up")
     if not isinstance(seconds, (int, float)) or not 0 < seconds < inf:
@@ -180,13 +174,10 @@ def _device_names(devices: Any) -> list[str]:
         if devices < 1:
             raise PlanError(f"devices={devices} must be at least 1")
         return [f"cuda:{i}" for i in range(devices)] if gpus >= devices else ["cpu"] * devices
-    if not isinstance(devices, (list, tuple)):
+    if not isinstance(devices, (list, tuple)) or not devices:
         raise PlanError(
-            f"devices={devices!r} must be how many ranks there may be, or a list of devices: "
-            "one that is to have several ranks is named several times"
+            f"devices={devices!r} must be how many ranks there may be, or a list of one device for each rank"
         )
-    if not devices:
-        raise PlanError("devices has none: say how many ranks there may be, or which devices")
     return [str(device) for device in assign_devices(devices, len(devices))]
 
 
@@ -207,10 +198,9 @@ def _per_device(option: str, given: Any, devices: int) -> tuple[float, ...]:
     if len(numbers) != devices:
         raise PlanError(f"{option} has {len(numbers)} numbers, but there are {devices} devices: give one for each")
     for number in numbers:
-        if not isinstance(number, (int, float)) or isinstance(number, bool) or not number > 0:
-            raise PlanError(f"{option} must be numbers above 0, got {list(numbers)}")
-        if option == "speeds" and number == inf:
-            raise PlanError(f"{option} must be numbers above 0, got {list(numbers)}: no device is as fast as that")
+        most = inf if option == "memory" else 1e30
+        if type(number) not in (int, float) or not 0 < number <= most:
+            raise PlanError(f"{option} must be numbers above 0, and speeds finite, got {list(numbers)}")
     return tuple(map(float, numbers))
 
 

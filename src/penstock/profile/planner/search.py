@@ -16,10 +16,10 @@ from math import inf
 from penstock.errors import PlanError
 from penstock.format import format_size_exact
 from penstock.profile.costs import Link, ModelCosts
-from penstock.profile.planner.cuts import balanced, least_memory, placement_of
-from penstock.profile.planner.joint import JointResult, joint_search
+from penstock.profile.planner.cuts import least_memory, placement_of
+from penstock.profile.planner.joint import joint_search
 from penstock.profile.planner.result import Candidate, Configuration, Rejection
-from penstock.profile.planner.segments import Ranks, Segments, rank_bytes
+from penstock.profile.planner.segments import Ranks, Segments
 from penstock.schedule.simulate import simulate
 
 EVALUATED = 16  # configurations that get cuts and a schedule
@@ -35,12 +35,9 @@ class Cluster:
     memory: tuple[float, ...]
     link: Link | None = None  # between replicas; None: as between the ranks of a pipeline
 
-    def __len__(self) -> int:
-        return len(self.speed)
-
     def fastest(self, count: int) -> list[int]:
         """The devices that ``count`` ranks use, in order: the fastest, and among equal ones those with most memory."""
-        best = sorted(range(len(self)), key=lambda device: (-self.speed[device], -self.memory[device], device))
+        best = sorted(range(len(self.speed)), key=lambda device: (-self.speed[device], -self.memory[device], device))
         return sorted(best[:count])
 
 
@@ -149,8 +146,8 @@ class _Evaluation:
             (1.0,) * p,
             configuration.recompute,
         )
-        self.replica_link = cluster.link or segments.costs.link
         self.placement = placement_of(configuration.shape, p, v)
+        self.replica_link = cluster.link or segments.costs.link
         self.rejected: Rejection | None = None
         n, speed, layers = segments.n, self.ranks.speed, segments.costs.layers
         work = segments.layer_work
@@ -166,38 +163,29 @@ class _Evaluation:
         forward = sum(layer.forward for layer in layers) / max(speed)
         fill = forward * (1 - 1 / p) / v + (p - 1) * segments.costs.link.latency
         gradients = sum(layer.gradients for layer in layers) / p
-        self.estimate = max(self.lower_bound, m * (share + imbalance)) + fill + self._all_reduce([gradients])[0]
+        self.estimate = max(self.lower_bound, m * (share + imbalance)) + fill + self._all_reduce_seconds(gradients)
 
     def evaluate(self, seconds: float, seed: int, *, moves: bool) -> Candidate | None:
         """Search cuts and a schedule; None if none fits the memory."""
-        configuration, p = self.configuration, self.configuration.pipe
+        configuration = self.configuration
         found = joint_search(
             self.segments, self.ranks, configuration.microbatches, shape=configuration.shape, v=configuration.v,
             seconds=seconds, moves=moves, seed=seed,
         )  # fmt: skip
         if found is None:
-            unlimited = replace(self.ranks, memory=(inf,) * p, recompute=False)
-            cuts = balanced(self.segments, unlimited, self.placement)
-            assert cuts is not None  # there are at least as many layers as stages
-            runs: list[list[tuple[int, int]]] = [[] for _ in range(p)]
-            for rank, run in zip(self.placement, pairwise((0, *cuts)), strict=True):
-                runs[rank].append(run)
-            recomputed = range(0 if configuration.recompute is False else configuration.v)
-            self._reject(max(rank_bytes(self.segments, own, recomputed, 1) for own in runs))
-        return None if found is None else self._candidate(found)
-
-    def _candidate(self, found: JointResult) -> Candidate:
+            self._reject(self.memory_estimate())
+            return None
         schedule, costs = found.result.schedule, found.costs
         edges = tuple(costs.bytes) if isinstance(costs.bytes, dict) else None
         simulation = simulate(schedule, costs, edges)
-        gradients = [0.0] * self.configuration.pipe
+        gradients = [0.0] * configuration.pipe
         for rank, (i, j) in zip(self.placement, pairwise((0, *found.cuts)), strict=True):
             gradients[rank] += self.segments.total("gradients", i, j)
-        reduced = self._all_reduce(gradients)
+        reduced = map(self._all_reduce_seconds, gradients)
         end = max(ends[-1] + seconds for ends, seconds in zip(simulation.ends, reduced, strict=True))
         saved = None if found.recomputed else tuple(simulate(schedule, replace(costs, keep=1.0), edges).peak_memory)
         return Candidate(
-            self.configuration, found.cuts, schedule, end, min(end, found.result.lower_bound), found.memory,
+            configuration, found.cuts, schedule, end, min(end, found.result.lower_bound), found.memory,
             simulation.bubble, costs, saved,
         )  # fmt: skip
 
@@ -216,9 +204,9 @@ class _Evaluation:
         shared = segments.static_bytes(0, segments.n) + (kept if self.configuration.recompute is False else 0.0)
         return shared / p + kept / segments.n
 
-    def _all_reduce(self, sizes: Sequence[float]) -> list[float]:
-        """Per rank: seconds to all-reduce gradients of these bytes over the replicas."""
-        return [self.replica_link.all_reduce_seconds(size, self.configuration.data) for size in sizes]
+    def _all_reduce_seconds(self, size: float) -> float:
+        """Seconds to all-reduce gradients of ``size`` bytes over the replicas."""
+        return self.replica_link.all_reduce_seconds(size, self.configuration.data)
 
     def _reject(self, required: float) -> None:
         limit = max(self.ranks.memory)
@@ -240,7 +228,12 @@ def _nothing_fits(evaluations: Sequence[_Evaluation]) -> str:
             "and optimizer state: divide it into smaller layers, or shard it (parallelize=); "
         )
     closest = sorted(evaluations, key=lambda one: (one.configuration.v, one.memory_estimate()))[:REFINED]
-    factors = [least_memory(one.segments, one.ranks, one.configuration.shape, one.configuration.v) for one in closest]
+    factors = [
+        least_memory(
+            one.segments, one.ranks, placement_of(one.configuration.shape, len(one.ranks), one.configuration.v)
+        )
+        for one in closest
+    ]
     factor, best = min(zip(factors, closest, strict=True), key=lambda pair: pair[0])
     remedies = "more memory or devices, an optimizer with less state (optimizer=)"
     if all(one.configuration.recompute is False for one in evaluations):

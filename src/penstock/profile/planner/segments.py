@@ -36,7 +36,6 @@ class Segments:
             for tie in costs.shared
         ]
         self._kept_together = sorted((max(a, b), min(a, b), size) for a, b, size in costs.kept_together)
-        self._activation_cache: dict[tuple[int, int], float] = {}
         self._range_cache: dict[tuple[int, int], RangeCosts] = {}
         self._values = _values(costs.crossings)
         self._inputs_at: dict[int, list[tuple[int, float]]] = {}
@@ -67,17 +66,13 @@ class Segments:
 
     def activation_bytes(self, i: int, j: int) -> float:
         """Bytes saved for the backward of one micro-batch."""
-        if not self._kept_together:
-            return self._activation[j] - self._activation[i]
-        if (i, j) not in self._activation_cache:
-            size = self._activation[j] - self._activation[i]
-            for last, first, shared in self._kept_together:
-                if last >= j:
-                    break
-                if first >= i:
-                    size -= shared
-            self._activation_cache[i, j] = size
-        return self._activation_cache[i, j]
+        size = self._activation[j] - self._activation[i]
+        for last, first, shared in self._kept_together:
+            if last >= j:
+                break
+            if first >= i:
+                size -= shared
+        return size
 
     def deferred_bytes(self, i: int, j: int) -> float:
         """Bytes kept from I to W for the weight gradients of one micro-batch."""

@@ -13,12 +13,13 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import mul
 from statistics import median
 from typing import Any
 
 from penstock.errors import PenstockError, ScheduleError
 from penstock.profile.trace.analysis import TraceData, milliseconds, traced_messages, typical_steps
-from penstock.profile.trace.records import ActionRecord, StepRecord
+from penstock.profile.trace.records import ActionRecord, StepRecord, covered_seconds
 from penstock.schedule.costs import Costs
 from penstock.schedule.recompute import with_recompute
 from penstock.schedule.registry import SCHEDULES, build
@@ -114,20 +115,11 @@ def _idle(
 def _waits(done: ActionRecord, now: float, made: Mapping[int, float]) -> tuple[float, float]:
     """Seconds from ``now`` to an action in which a peer still computes, and in which there is any wait."""
     clipped = [(wait, max(wait.start, now), min(wait.end, done.start)) for wait in done.waits]
-    waiting = _covered((start, end) for _, start, end in clipped)
-    computing = _covered(
+    waiting = covered_seconds((start, end) for _, start, end in clipped)
+    computing = covered_seconds(
         (start, min(end, made.get(id(wait), end))) for wait, start, end in clipped if wait.what == "message"
     )
     return min(computing, waiting), waiting
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of their union."""
-    total, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
 
 
 def _even_gaps(trace: TraceData, step: StepRecord) -> dict[Action, float]:
@@ -156,8 +148,6 @@ def _even_gaps(trace: TraceData, step: StepRecord) -> dict[Action, float]:
 
 # ── cuts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_MAX_SIMULATED_ACTIONS = 200_000  # for more, only the most even cut is tried
-
 
 @dataclass(frozen=True)
 class Repartition:
@@ -165,19 +155,13 @@ class Repartition:
 
     before: tuple[int, ...]
     after: tuple[int, ...]
-    layers: tuple[str, ...]
     costs: Costs
     saved: float
 
     @property
     def text(self) -> str:
-        pairs = zip(self.layers, _stage_of_layers(self.before), _stage_of_layers(self.after), strict=True)
-        moved = [(layer, old, new) for layer, old, new in pairs if old != new]
-        if len(moved) == 1:
-            layer, old, new = moved[0]
-            return f"moving layer {layer} from stage {old} to stage {new}"
-        numbers, there = (", ".join(map(str, sizes)) for sizes in (self.after, self.before))
-        return f"a cut into stages of {numbers} layers, not {there},"
+        after, before = (", ".join(map(str, sizes)) for sizes in (self.after, self.before))
+        return f"a cut into stages of {after} layers, not {before},"
 
 
 def layers_of(trace: TraceData) -> list[tuple[str, ...]] | None:
@@ -195,10 +179,9 @@ def stage_seconds(costs: Costs, num_stages: int, trains: bool) -> list[float]:
 
 
 def better_cut(trace: TraceData, base: Simulation) -> Repartition | None:
-    """The fastest of some cuts, assuming equal layers within a stage; None if none is faster or layers are unknown.
+    """The most even cut, assuming equal layers within a stage; None if it is not faster or layers are unknown.
 
-    Candidates are the most even cut and all moves of one layer to a neighbouring stage. Messages keep their size and
-    time. No rank stores more than the fullest one does now.
+    Messages keep their size and time. No rank stores more than the fullest one does now.
     """
     groups = layers_of(trace)
     if groups is None or sum(map(len, groups)) == len(groups):
@@ -206,26 +189,15 @@ def better_cut(trace: TraceData, base: Simulation) -> Repartition | None:
     before = tuple(map(len, groups))
     seconds = stage_seconds(base.costs, len(groups), base.schedule.trains)
     shares = [s / count for s, count in zip(seconds, before, strict=True) for _ in range(count)]
-    cuts = [tuple(partition(shares, len(groups)))]
-    if sum(map(len, base.schedule.orders)) * len(groups) <= _MAX_SIMULATED_ACTIONS:
-        cuts += moves(before)
-    best: Repartition | None = None
-    for after in cuts:
-        costs = recut(base.costs, before, after)
-        found = simulate(base.schedule, costs, trace.edges)
-        saved = 1 - found.makespan / base.makespan if base.makespan else 0.0
-        fits = max(found.peak_memory) <= max(base.peak_memory) * (1 + 1e-9)
-        if fits and saved > (0.0 if best is None else best.saved):
-            best = Repartition(before, after, tuple(layer for group in groups for layer in group), costs, saved)
-    return best
-
-
-def moves(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All cuts with one layer moved to a neighbouring stage."""
-    for stage in range(len(sizes) - 1):
-        for here, there in ((stage, stage + 1), (stage + 1, stage)):
-            if sizes[here] > 1:
-                yield tuple(n - (s == here) + (s == there) for s, n in enumerate(sizes))
+    after = tuple(partition(shares, len(groups)))
+    costs = recut(base.costs, before, after)
+    found = simulate(base.schedule, costs, trace.edges)
+    fits = max(found.peak_memory) <= max(base.peak_memory) * _SAME
+    return (
+        Repartition(before, after, costs, _saved(base, found.makespan))
+        if fits and found.makespan < base.makespan
+        else None
+    )
 
 
 def recut(costs: Costs, before: Sequence[int], after: Sequence[int]) -> Costs:
@@ -246,99 +218,12 @@ def map_stage_costs(costs: Costs, num_stages: int, change: Callable[[list[float]
     return replace(costs, **changed)
 
 
-def _stage_of_layers(sizes: Sequence[int]) -> list[int]:
-    return [stage for stage, count in enumerate(sizes) for _ in range(count)]
-
-
-# ── slow ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-SLOW = 1.1
-"""A rank is slow if it takes this many times as long as others."""
-
-
-@dataclass(frozen=True)
-class SlowRank:
-    """A global rank, its time relative to others, and the fraction of a step that this costs."""
-
-    rank: int
-    factor: float
-    saved: float
-
-    @property
-    def text(self) -> str:
-        return (
-            f"rank {self.rank} takes {self.factor:.2f} times as long as others for the same work: as fast as they are, "
-            f"it saves {self.saved:.0%}"
-        )
-
-
-def slow_ranks(trace: TraceData, base: Simulation) -> Iterator[SlowRank]:
-    """Ranks that are slower than others for the same work, except those that share a GPU.
-
-    The same work is one stage in several replicas, or stages with equal numbers of layers and parameters.
-    """
-    shared_gpu_notes = {track for tracks in trace.shared_gpus for track in tracks}
-    times = _median_seconds(trace)
-    groups: dict[Hashable, list[tuple[int, float]]] = defaultdict(list)
-    for (track, stage, kind), seconds in times.items():
-        groups[_work_key(trace, stage), kind].append((track, seconds))
-    for track in sorted(set(range(len(trace.tracks))) - shared_gpu_notes):
-        own: dict[int, float] = defaultdict(float)
-        others: dict[int, float] = defaultdict(float)
-        for (t, stage, kind), seconds in times.items():
-            peers = [s for other, s in groups[_work_key(trace, stage), kind] if other != track]
-            if t == track and peers:
-                own[stage] += seconds
-                others[stage] += median(peers)
-        usual = sum(others.values())
-        if usual and sum(own.values()) > SLOW * usual:
-            pooled = _simulated_stage_seconds(base)
-            slow, even = (
-                simulate(
-                    base.schedule, _scale_stages(base, {s: x / pooled[s] for s, x in t.items()}), trace.edges
-                ).makespan
-                for t in (own, others)
-            )
-            yield SlowRank(trace.tracks[track].rank, sum(own.values()) / usual, 1 - even / slow)
-
-
-def _median_seconds(trace: TraceData) -> dict[tuple[int, int, str], float]:
-    """Median seconds by track, stage and kind of action."""
-    found: dict[tuple[int, int, str], list[float]] = defaultdict(list)
-    for step in typical_steps(trace):
-        for part in step.parts:
-            for done in part.actions:
-                found[part.track, done.action.stage, done.action.kind].append(done.seconds)
-    return {key: median(seconds) for key, seconds in found.items()}
-
-
-def _work_key(trace: TraceData, stage: int) -> Hashable:
-    """A key that is equal for stages with the same work, according to the plan."""
-    stages = trace.plan.get("stages", [])
-    if len(stages) != trace.schedule.num_stages:
-        return stage
-    return len(stages[stage]["layers"]), stages[stage]["parameters"]
-
-
-def _simulated_stage_seconds(base: Simulation) -> list[float]:
-    """Seconds of one micro-batch per stage, by the costs of the simulation."""
-    times = base.costs.durations(base.schedule.num_stages)
-    kinds = base.schedule.kinds
-    return [sum(times[kind][stage] for kind in kinds) for stage in range(base.schedule.num_stages)]
-
-
-def _scale_stages(base: Simulation, factors: Mapping[int, float]) -> Costs:
-    def scaled(numbers: list[float]) -> list[float]:
-        return [x * factors.get(stage, 1.0) for stage, x in enumerate(numbers)]
-
-    return map_stage_costs(base.costs, base.schedule.num_stages, scaled)
-
-
 # ── advice ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 MIN_SAVING = 0.01
 """The smallest fraction of a step that advice must save."""
 
+SLOW = 1.1  # a rank is slow if it takes this many times as long as others
 _MORE = "more memory"
 _EDGES = 4  # the slowest edges that are considered
 _SAME = 1 + 1e-9  # rounding of equal sums
@@ -367,15 +252,12 @@ def advise(trace: TraceData, idle: Sequence[Idle] = ()) -> list[Advice]:
     except PenstockError:
         base = None
     if base is not None and base.makespan:
-        found += _schedules(trace, base)
-        found += _microbatches(trace, base)
+        found += [*_schedules(trace, base), *_microbatches(trace, base), *_slow_ranks(trace, base)]
+        found += _edges(trace, base)
         cut = better_cut(trace, base)
         if cut is not None:
-            found.append(
-                Advice("cut", f"{cut.text} saves {cut.saved:.0%} (if the layers of a stage cost alike)", cut.saved)
-            )
-        found += [Advice("slow rank", slow.text, slow.saved) for slow in slow_ranks(trace, base)]
-        found += _edges(trace, base)
+            text = f"{cut.text} saves {cut.saved:.0%} (if the layers of a stage cost alike)"
+            found.append(Advice("cut", text, cut.saved))
     worth = [advice for advice in found if advice.saved >= MIN_SAVING]
     return sorted(worth, key=lambda advice: (advice.bound, advice.what == _MORE, -advice.saved))
 
@@ -437,18 +319,17 @@ def _other_fixed_schedules(now: Schedule) -> Iterator[Schedule]:
 
 
 def _same_placement(name: str, now: Schedule, m: int) -> Schedule:
+    """The schedule of that name for the ranks and stages of ``now``, with its recomputes."""
     each, rest = divmod(now.num_stages, now.num_ranks)
     if rest:
         raise ScheduleError("some ranks have more stages than others")
-    return with_recompute(build(name, now.num_ranks, m, each), _recompute_modes(now))
-
-
-def _recompute_modes(schedule: Schedule) -> list[str]:
-    """The recompute mode of each stage."""
-    recomputed = {(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind == "R"}
-    stages, last = range(schedule.num_stages), schedule.num_microbatches - 1
-    some = {stage for stage, _ in recomputed}
-    return ["never" if s not in some else "always" if (s, last) in recomputed else "except_last" for s in stages]
+    recomputed = {action[::2] for order in now.orders for action in order if action.kind == "R"}
+    some, last = {stage for stage, _ in recomputed}, now.num_microbatches - 1
+    modes = [
+        "never" if stage not in some else "always" if (stage, last) in recomputed else "except_last"
+        for stage in range(now.num_stages)
+    ]
+    return with_recompute(build(name, now.num_ranks, m, each), modes)
 
 
 # ── micro-batches, cuts, edges, hosts ────────────────────────────────────────────────────────────────────────
@@ -470,6 +351,45 @@ def _microbatches(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     saved = _saved(base, simulate(schedule, halves, trace.edges).makespan)
     text = f"{m} micro-batches, not {m // 2}, save {saved:.0%} (if one of half the size takes half the time)"
     yield Advice("micro-batches", text, saved)
+
+
+def _slow_ranks(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+    """Ranks that are slower than others for the same work, except those that share a GPU.
+
+    The same work is one stage in several replicas, or stages with equal numbers of layers and parameters.
+    """
+    stages, plan = trace.schedule.num_stages, trace.plan.get("stages", [])
+    work: list[Hashable] = list(range(stages))
+    if len(plan) == stages:
+        work = [(len(stage["layers"]), stage["parameters"]) for stage in plan]
+    found: dict[tuple[int, int, str], list[float]] = defaultdict(list)  # by track, stage and kind of action
+    for part in (part for step in typical_steps(trace) for part in step.parts):
+        for done in part.actions:
+            found[part.track, done.action.stage, done.action.kind].append(done.seconds)
+    times = {key: median(seconds) for key, seconds in found.items()}
+    durations = base.costs.durations(stages)
+    pooled = [sum(durations[kind][stage] for kind in base.schedule.kinds) for stage in range(stages)]
+
+    def makespan(seconds: Mapping[int, float]) -> float:
+        """The time of a step if these stages took so many seconds for a micro-batch."""
+        factors = [seconds.get(stage, usual) / (usual or 1.0) for stage, usual in enumerate(pooled)]
+        costs = map_stage_costs(base.costs, stages, lambda numbers: list(map(mul, numbers, factors)))
+        return simulate(base.schedule, costs, trace.edges).makespan
+
+    shared = {track for tracks in trace.shared_gpus for track in tracks}
+    for track in sorted(set(range(len(trace.tracks))) - shared):
+        own: dict[int, float] = defaultdict(float)
+        others: dict[int, float] = defaultdict(float)
+        for (t, stage, kind), seconds in times.items():
+            peers = [s for (o, x, k), s in times.items() if o != track and k == kind and work[x] == work[stage]]
+            if t == track and peers:
+                own[stage] += seconds
+                others[stage] += median(peers)
+        factor = sum(own.values()) / (sum(others.values()) or float("inf"))
+        if factor > SLOW:
+            saved = 1 - makespan(others) / makespan(own)
+            text = f"rank {trace.tracks[track].rank} takes {factor:.2f} times as long as others for the same work"
+            yield Advice("slow rank", f"{text}: as fast as they are, it saves {saved:.0%}", saved)
 
 
 def _edges(trace: TraceData, base: Simulation) -> Iterator[Advice]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
@@ -11,15 +12,10 @@ from penstock.errors import PenstockError, PlanError
 from penstock.profile.report.advice import CAUSES, MIN_SAVING, Advice, Idle, Repartition, advise, better_cut, idle_times
 from penstock.profile.trace.analysis import TraceData, milliseconds, plural, traced_messages, typical_steps
 from penstock.profile.trace.records import (
-    ActionRecord,
     RankRecord,
-    SendRecord,
     StepRecord,
-    Track,
-    WaitRecord,
-    with_memory,
+    pending_backwards,
 )
-from penstock.schedule.schedule import BACKWARD, Edge, edges_of, neighbours
 from penstock.schedule.simulate import Simulation
 
 
@@ -45,56 +41,16 @@ class MemoryPeak:
 
 def memory_peak(part: RankRecord, saved: Mapping[int, int]) -> MemoryPeak | None:
     """The peak of one rank; None if its memory is unknown."""
-    recomputed = {(done.action.stage, done.action.microbatch) for done in part.actions if done.action.kind == "R"}
-    flight: dict[tuple[int, int], int] = {}
+    kept: Counter[tuple[int, int]] = Counter()
     best: MemoryPeak | None = None
-    for done in part.actions:
-        stage, kind, microbatch = done.action
-        if kind == "R" or (kind == "F" and (stage, microbatch) not in recomputed):
-            flight[stage, microbatch] = saved.get(stage, 0)
-        elif kind in "BW":
-            flight.pop((stage, microbatch), None)
+    for done in pending_backwards(part.actions, kept):
         if done.memory is not None and (best is None or done.memory > best.bytes):
-            of_stage: dict[int, list[int]] = {}
-            for s, k in sorted(flight):
-                of_stage.setdefault(s, []).append(k)
-            best = MemoryPeak(part.track, done.memory, done.end, str(done.action), of_stage, sum(flight.values()))
+            flight: dict[int, list[int]] = {}
+            for stage, microbatch in sorted(pair for pair, count in kept.items() if count):
+                flight.setdefault(stage, []).append(microbatch)
+            size = sum(saved.get(stage, 0) * len(microbatches) for stage, microbatches in flight.items())
+            best = MemoryPeak(part.track, done.memory, done.end, str(done.action), flight, size)
     return best
-
-
-# A simulation as a trace, so that what is said of one can be said of the other.
-
-
-def simulated_trace(simulation: Simulation, edges: Iterable[Edge] | None = None) -> TraceData:
-    """A simulation as the trace of one step."""
-
-    schedule, costs = simulation.schedule, simulation.costs
-    edges = edges_of(schedule, edges)
-    sources, targets = neighbours(schedule.num_stages, edges)
-    sizes = {edge: int(costs.of_edge("bytes", edge)) for edge in edges}
-    parts = []
-    for rank, order in enumerate(schedule.orders):
-        actions, now = [], 0.0
-        for action, start, end in zip(order, simulation.starts[rank], simulation.ends[rank], strict=True):
-            stage, kind, _ = action
-            before = sources[stage] if kind == "F" else targets[stage] if kind in BACKWARD else []
-            after = targets[stage] if kind == "F" else sources[stage] if kind in BACKWARD else []
-            waits = tuple(WaitRecord(peer, now, start) for peer in before if schedule.placement[peer] != rank)
-            sends = tuple(SendRecord(peer, end, end, sizes[min(stage, peer), max(stage, peer)]) for peer in after)
-            actions.append(ActionRecord(action, start, end, waits=waits, sends=sends))
-            now = end
-        parts.append(RankRecord(rank, 0.0, simulation.makespan, tuple(actions)))
-    saved = {stage: int(size) for stage, size in enumerate(costs.of_stages("activation", schedule.num_stages))}
-    return TraceData(
-        schedule,
-        edges,
-        tracks=tuple(Track(rank, 0, rank, "simulated") for rank in range(schedule.num_ranks)),
-        steps=with_memory([StepRecord(0, "step", tuple(parts))], saved),
-        saved=saved,
-    )
-
-
-# All that a report says of a trace, as data.
 
 
 @dataclass(frozen=True)
@@ -126,7 +82,6 @@ class Findings:
     edges: Sequence[EdgeUse]
     advice: Sequence[Advice]
     simulation: Simulation | None  # where one is possible
-    idle_simulated: Sequence[Idle]
     cut: Repartition | None
 
     @property
@@ -171,27 +126,13 @@ def analyze(trace: TraceData) -> Findings:
         )
     step = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
     idle = idle_times(trace, step)
-    simulation, cut, simulated = None, None, list[Idle]()
-    try:
+    simulation = None
+    with suppress(PenstockError):  # records of one rank only, or of half of a call
         simulation = trace.simulation()
-    except PenstockError:  # records of one rank only, or of half of a call
-        pass
-    else:
-        cut = better_cut(trace, simulation)
-        replayed = simulated_trace(simulation, trace.edges)
-        simulated = idle_times(replayed, replayed.steps[0])
+    cut = None if simulation is None else better_cut(trace, simulation)
     peaks = [memory_peak(part, trace.saved) for part in step.of(range(len(trace.tracks)))]
-    return Findings(
-        trace,
-        step,
-        idle,
-        [one for one in peaks if one is not None],
-        _edges(trace, step),
-        advise(trace, idle),
-        simulation,
-        simulated,
-        cut,
-    )
+    known = [peak for peak in peaks if peak is not None]
+    return Findings(trace, step, idle, known, _edges(trace, step), advise(trace, idle), simulation, cut)
 
 
 def _edges(trace: TraceData, step: StepRecord) -> list[EdgeUse]:
@@ -201,22 +142,11 @@ def _edges(trace: TraceData, step: StepRecord) -> list[EdgeUse]:
     uses = []
     for src, dst in trace.edges:
         messages = found[src, dst]
-        sizes = {
-            way: [c.sent.bytes for c in messages if (c.source.action.kind == "F") == (way == "forward")]
-            for way in ("forward", "backward")
-        }
+        sizes = [[c.sent.bytes for c in messages if (c.source.action.kind == "F") == way] for way in (True, False)]
         times = [c.seconds for c in messages if c.seconds is not None]
-        uses.append(
-            EdgeUse(
-                src,
-                dst,
-                (trace.schedule.placement[src], trace.schedule.placement[dst]),
-                len(messages),
-                int(median(sizes["forward"] or [0])),
-                int(median(sizes["backward"] or [0])),
-                median(times) if times else None,
-            )
-        )
+        ranks = trace.schedule.placement[src], trace.schedule.placement[dst]
+        forward, backward = (int(median(bytes_of or [0])) for bytes_of in sizes)
+        uses.append(EdgeUse(src, dst, ranks, len(messages), forward, backward, median(times) if times else None))
     return uses
 
 

@@ -10,15 +10,14 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from penstock.profile.report.advice import CAUSES, MIN_SAVING, Idle, layers_of, stage_seconds
+from penstock.format import format_size
+from penstock.profile.report.advice import CAUSES, MIN_SAVING, layers_of, stage_seconds
 from penstock.profile.report.findings import Findings, analyze
 from penstock.profile.trace.analysis import (
     TraceData,
-    bytes_text,
     milliseconds,
     plural,
     prediction_source,
-    shared_gpu_notes,
     typical_steps,
 )
 from penstock.profile.trace.records import ACTION_NAMES, ActionRecord, RankRecord, Span, StepRecord
@@ -37,21 +36,20 @@ _BAR_HEIGHT = 40
 
 def steps_shown(findings: Findings) -> list[StepRecord]:
     """The steps with a timeline, in order; ``findings.step`` is always one of them."""
-    steps = [step for step in findings.trace.steps if _num_actions(step)]
-    places = {id(step): place for place, step in enumerate(steps)}
-    found, room = {places[id(findings.step)]}, MAX_ACTIONS - _num_actions(findings.step)
+    steps = [step for step in findings.trace.steps if any(part.actions for part in step.parts)]
+    sizes = [sum(len(part.actions) for part in step.parts) for step in steps]
     times = sorted(range(len(steps)), key=lambda place: steps[place].seconds)
-    failed = (place for place, step in enumerate(steps) if step.failed)
-    for place in dict.fromkeys([times[-1], times[0], *failed, *_evenly_spread(len(steps))]):
-        if place not in found and _num_actions(steps[place]) <= room:
+    middle = next(place for place, step in enumerate(steps) if step is findings.step)
+    failed = [place for place, step in enumerate(steps) if step.failed]
+    # Any prefix of these is evenly spread: 0, 4, 2, 6, 1, 5, 3, 7.
+    bits = max(1, (len(steps) - 1).bit_length())
+    spread = sorted(range(len(steps)), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
+    found, room = {middle}, MAX_ACTIONS - sizes[middle]
+    for place in (times[-1], times[0], *failed, *spread):
+        if place not in found and sizes[place] <= room:
             found.add(place)
-            room -= _num_actions(steps[place])
+            room -= sizes[place]
     return [steps[place] for place in sorted(found)]
-
-
-def step_name(step: StepRecord) -> str:
-    """As in ``step 3``, or ``evaluate 4 (failed)``."""
-    return f"{step.kind} {step.number}" + (" (failed)" if step.failed else "")
 
 
 def step_picker(findings: Findings) -> str:
@@ -60,58 +58,45 @@ def step_picker(findings: Findings) -> str:
     shown = steps_shown(findings)
     if len(all_steps) < 2:
         return ""
-    ends = {id(f(all_steps, key=lambda step: step.seconds)): word for f, word in ((max, "slowest"), (min, "fastest"))}
+    slowest, fastest = (pick(all_steps, key=lambda step: step.seconds) for pick in (max, min))
+    kinds = ((findings.step, "the middle one"), (slowest, "slowest"), (fastest, "fastest"))
     options = []
     for number, step in enumerate(shown):
-        about = [*(["the middle one"] if step is findings.step else []), *filter(None, [ends.get(id(step))])]
-        text = f"{step_name(step)}: {milliseconds(step.seconds)}" + (f" ({', '.join(about)})" if about else "")
+        about = ", ".join(word for one, word in kinds if step is one)
+        text = f"{step.name}: {milliseconds(step.seconds)}" + (f" ({about})" if about else "")
         selected = " selected" if step is findings.step else ""
         options.append(f'<option value="{number}"{selected}>{escape(text)}</option>')
-    here = {id(step): number for number, step in enumerate(shown)}
     each = -(-len(all_steps) // _MAX_BARS)
     words = "Each bar is a step" if each == 1 else f"Each bar is the slowest of {each} steps"
-    words += f": {plural(len(all_steps), 'step')} of "
-    words += " to ".join(milliseconds(f(step.seconds for step in all_steps)) for f in (min, max))
+    words += f": {plural(len(all_steps), 'step')} of {milliseconds(fastest.seconds)} to {milliseconds(slowest.seconds)}"
     if len(shown) < len(all_steps):
-        words += (
-            f". {len(shown)} of them, in colour, have a timeline here: a page has timelines of about {MAX_ACTIONS:,} "
-            "actions"
-        )
+        words += f". {len(shown)} of them, in colour, have a timeline here"
     return (
         '<div class="bar-of-tools"><label>Step <select id="step">' + "".join(options) + "</select></label>"
         '<div role="group" aria-label="Step" class="buttons">'
         '<button type="button" data-do="before" aria-label="Previous step">‹</button> '
         '<button type="button" data-do="after" aria-label="Next step">›</button></div></div>'
-        + _bars([(step.seconds, here.get(id(step))) for step in all_steps], each, words)
-        + f'<p class="note">{escape(words)}. The rest of this page is of {escape(step_name(findings.step))}.</p>'
+        + _bars(all_steps, shown, each, words)
+        + f'<p class="note">{escape(words)}. The rest of this page is of {escape(findings.step.name)}.</p>'
     )
 
 
-def _bars(steps: Sequence[tuple[float, int | None]], each: int, words: str) -> str:
-    """A bar chart of durations, each bar for ``each`` steps; steps with a number can be chosen."""
-    groups = [steps[i : i + each] for i in range(0, len(steps), each)]
-    most = max(seconds for seconds, _ in steps) or 1.0
+def _bars(steps: Sequence[StepRecord], shown: Sequence[StepRecord], each: int, words: str) -> str:
+    """A bar chart of durations, each bar for ``each`` steps; steps that are shown can be chosen."""
+    number_of = {id(step): number for number, step in enumerate(shown)}
+    most = max(step.seconds for step in steps) or 1.0
     bars = []
-    for x, group in enumerate(groups):
-        height = max(seconds for seconds, _ in group) / most * _BAR_HEIGHT
-        numbers = [number for _, number in group if number is not None]
+    for x, begin in enumerate(range(0, len(steps), each)):
+        group = steps[begin : begin + each]
+        height = max(step.seconds for step in group) / most * _BAR_HEIGHT
+        numbers = [number_of[id(step)] for step in group if id(step) in number_of]
         place = f'x="{x + 0.1}" y="{_BAR_HEIGHT - height:.2f}" width="0.8" height="{height:.2f}"'
-        shown = f' data-step="{numbers[0]}" data-last="{numbers[-1]}"' if numbers else ""
-        bars.append(f"<rect {place}{shown}/>")
+        choice = f' data-step="{numbers[0]}" data-last="{numbers[-1]}"' if numbers else ""
+        bars.append(f"<rect {place}{choice}/>")
     return (
         f'<svg id="step-times" role="img" aria-label="{escape(words)}" '
-        f'viewBox="0 0 {max(len(groups), 8)} {_BAR_HEIGHT}" preserveAspectRatio="none">{"".join(bars)}</svg>'
+        f'viewBox="0 0 {max(len(bars), 8)} {_BAR_HEIGHT}" preserveAspectRatio="none">{"".join(bars)}</svg>'
     )
-
-
-def _num_actions(step: StepRecord) -> int:
-    return sum(len(part.actions) for part in step.parts)
-
-
-def _evenly_spread(count: int) -> list[int]:
-    """All numbers below ``count``, ordered so that any prefix is evenly spread: 0, 4, 2, 6, 1, 5, 3, 7."""
-    bits = max(1, (count - 1).bit_length())
-    return sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
 
 
 # ── sections ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,15 +115,25 @@ def sections(findings: Findings) -> dict[str, str]:
     trace, schedule = findings.trace, findings.trace.schedule
     versions = ", ".join(f"{name} {version}" for name, version in trace.versions.items())
     missing = "" if trace.missing is None else f"One rank's part only: {trace.missing}. "
+    thin = ", and below it a thinner one for the same order, simulated with the median time of each action"
+    kinds = [(kind, f"{kind} {ACTION_NAMES[kind]}") for kind in "FRBIW" if kind in trace.order.kinds]
+    kinds.append(("wait", "wait"))
+    memory = "The bytes that each rank keeps for backwards to come"
+    if trace.memory != "saved":
+        memory = f"The bytes {trace.memory} on each rank's device"
     return {
         "title": escape(f"Penstock report: {schedule.name}"),
         "subtitle": escape(f"{missing}{findings.head}."),
         "tiles": _tiles(findings),
         "advice": _advice(findings),
-        "timeline_note": _timeline_note(findings),
-        "legend": _legend(findings),
+        "timeline_note": f"Each rank has a bar for its actions{'' if findings.simulation is None else thin}. "
+        "Grey lines between actions are waits; light boxes are spans around them. Time counts from the first action.",
+        "legend": "".join(
+            f'<span><i style="background:var(--{colour})"></i>{name}</span>'
+            for colour, name in [*kinds, ("wait", "wait")]
+        ),
         "bubble": _bubble(findings),
-        "memory_note": _memory_note(trace),
+        "memory_note": escape(f"{memory}, after each action. All rows have the same scale."),
         "memory": _memory(findings),
         "stages": _stages(findings),
         "edges": _edges(findings),
@@ -183,7 +178,7 @@ def _tiles(findings: Findings) -> str:
     if findings.peaks:
         most = max(findings.peaks, key=lambda peak: peak.bytes)
         kind = "saved for backwards" if trace.memory == "saved" else trace.memory
-        tiles.append((bytes_text(most.bytes), f"most {kind}, on {rank_name(trace, most.track)}"))
+        tiles.append((format_size(most.bytes), f"most {kind}, on {rank_name(trace, most.track)}"))
     first = next(iter(findings.advice), None)
     gain = "–" if first is None else f"{'≤ ' * first.bound}{first.saved:.0%}"
     tiles.append((gain, "the first advice saves"))
@@ -191,14 +186,10 @@ def _tiles(findings: Findings) -> str:
 
 
 def _advice(findings: Findings) -> str:
-    return "".join(f"<p>{escape(text)}.</p>" for text in shared_gpu_notes(findings.trace)) + _changes(findings)
-
-
-def _changes(findings: Findings) -> str:
-    if findings.simulation is None and not findings.advice:
-        return "<p>None: this step cannot be simulated, for it is not whole.</p>"
     if not findings.advice:
-        return f"<p>None: no change was found that saves {MIN_SAVING:.0%} of a step or more.</p>"
+        none = f"no change was found that saves {MIN_SAVING:.0%} of a step or more"
+        none = "this step cannot be simulated, for it is not whole" if findings.simulation is None else none
+        return f"<p>None: {none}.</p>"
     items = "".join(
         f'<li data-saved="{advice.saved:.6f}"><b>{"≤ " * advice.bound}{advice.saved:.0%}</b> {escape(advice.text)}</li>'
         for advice in findings.advice
@@ -207,54 +198,21 @@ def _changes(findings: Findings) -> str:
     return f'<ol class="advice">{items}</ol><p class="note">{note}</p>'
 
 
-def _timeline_note(findings: Findings) -> str:
-    text = "Each rank has a bar for what it did"
-    if findings.simulation is not None:
-        text += ", and below it a thinner one for the same order, simulated with the median time of each action"
-    text += ". Grey lines between actions are waits; light boxes are what is done around them."
-    first = min(part.actions[0].start for part in findings.step.of(range(len(findings.trace.tracks))))
-    before = max(0.0, first - findings.step.begin)
-    return escape(f"{text} Time counts from the first action, {milliseconds(before)} after the step's begin.")
-
-
-def _legend(findings: Findings) -> str:
-    kinds = sorted(findings.trace.order.kinds, key="FRBIW".index)
-    shown = [(kind, f"{kind} {ACTION_NAMES[kind]}") for kind in kinds] + [("wait", "wait")]
-    return "".join(f'<span><i style="background:var(--{colour})"></i>{name}</span>' for colour, name in shown)
-
-
 def _bubble(findings: Findings) -> str:
-    trace = findings.trace
-    paper = {idle.track: idle for idle in findings.idle_simulated}
     legend = "".join(
         f'<span><i style="background:var(--{cause})"></i><b>{cause}</b>: {_MEANINGS[cause]}</span>' for cause in CAUSES
     )
     rows = []
     for idle in findings.idle:
-        bar = _stack((cause, seconds / idle.total if idle.total else 0.0) for cause, seconds in idle.causes.items())
-        twin = paper.get(trace.tracks[idle.track].place)
-        if twin is not None:
-            bar += _stack((cause, s / twin.total if twin.total else 0.0) for cause, s in twin.causes.items())
-        rows.append([escape(rank_name(trace, idle.track)), *_shares(idle), bar])
-    total = [f"{share:.1%}" for share in (findings.bubble, *findings.causes.values())]
-    rows.append(["<b>all</b>", *(f"<b>{cell}</b>" for cell in total), ""])
-    caption = "Shares of the time from a step's first action to its last."
-    if paper:
-        caption += " The thin bar is the simulated step."
+        parts = {name: seconds / (idle.total or 1.0) for name, seconds in {"idle": idle.idle, **idle.causes}.items()}
+        bar = _stack((cause, parts[cause]) for cause in CAUSES)
+        name = escape(rank_name(findings.trace, idle.track))
+        rows.append([name, *(f"{share:.1%}" for share in parts.values()), bar])
+    total = (findings.bubble, *findings.causes.values())
+    rows.append(["<b>all</b>", *(f"<b>{share:.1%}</b>" for share in total), ""])
     head = ["rank", "idle", *CAUSES, '<span class="unseen">bar</span>']
+    caption = "Shares of the time from a step's first action to its last."
     return f'<div class="legend">{legend}</div>' + _table(head, rows, caption)
-
-
-def _shares(idle: Idle) -> list[str]:
-    return [f"{seconds / idle.total:.1%}" if idle.total else "–" for seconds in (idle.idle, *idle.causes.values())]
-
-
-def _memory_note(trace: TraceData) -> str:
-    what = "What each rank keeps for backwards to come"
-    if trace.memory != "saved":
-        what = f"The bytes {escape(trace.memory)} on each rank's device"
-    chosen = " The chart is of the step that is chosen above." if len(trace.steps) > 1 else ""
-    return f"{what}, after each action. All rows have the same scale.{chosen}"
 
 
 def _memory(findings: Findings) -> str:
@@ -264,22 +222,18 @@ def _memory(findings: Findings) -> str:
     rows = []
     for peak in findings.peaks:
         inside = [
-            f"stage {stage}: {plural(len(flight), 'micro-batch')} ({_numbers(flight)})"
-            + (f" of {bytes_text(trace.saved[stage])}" if trace.saved.get(stage) else "")
+            f"stage {stage}: {plural(len(flight), 'micro-batch')} ({', '.join(map(str, flight))})"
+            + (f" of {format_size(trace.saved[stage])}" if trace.saved.get(stage) else "")
             for stage, flight in peak.flight.items()
         ]
         if peak.rest:
-            inside.append(f"{bytes_text(peak.rest)} of parameters, gradients, optimizer and others")
+            inside.append(f"{format_size(peak.rest)} of parameters, gradients, optimizer and others")
         place = trace.tracks[peak.track].place
-        expected = "" if simulation is None else bytes_text(simulation.peak_memory[place])
+        expected = "" if simulation is None else format_size(simulation.peak_memory[place])
         who = escape(rank_name(trace, peak.track))
-        rows.append([who, bytes_text(peak.bytes), escape(peak.after), escape("; ".join(inside)) or "–", expected])
+        rows.append([who, format_size(peak.bytes), escape(peak.after), escape("; ".join(inside)) or "–", expected])
     head = ["rank", "peak", "after", "what it is", "simulated, of activations"]
     return _table(head, rows, "The moment in which each rank keeps most.", texts=[3])
-
-
-def _numbers(flight: Sequence[int]) -> str:
-    return ", ".join(map(str, flight[:8])) + (", …" if len(flight) > 8 else "")
 
 
 def _stages(findings: Findings) -> str:
@@ -303,13 +257,14 @@ def _stages(findings: Findings) -> str:
             row += [str(cut.after[stage]), milliseconds(better[stage])]
         rows.append([*row, bar])
     head = ["stage", "rank", "layers", "forward", "backward"]
-    head += [] if cut is None else ["layers, better cut", "both, better cut"]
     words = "No cut is better, as far as the times of stages tell."
+    caption = "The time of one micro-batch in each stage."
     if layers is None:
         words = "The trace's plan does not name the layers, so no other cut is suggested."
     elif cut is not None:
+        head += ["layers, better cut", "both, better cut"]
         words = f"{cut.text[0].upper()}{cut.text[1:]} saves {cut.saved:.1%}, if the layers of a stage cost alike."
-    caption = "The time of one micro-batch in each stage." + (" The thin bar is the better cut." if cut else "")
+        caption += " The thin bar is the better cut."
     return f"<p>{escape(words)}</p>" + _table([*head, '<span class="unseen">bar</span>'], rows, caption)
 
 
@@ -320,39 +275,24 @@ def _edges(findings: Findings) -> str:
     for edge in findings.edges:
         inside = edge.ranks[0] == edge.ranks[1]
         took = "within a rank" if inside else "–" if edge.seconds is None else milliseconds(edge.seconds)
-        speed = "–" if inside or not edge.bandwidth else f"{bytes_text(edge.bandwidth)}/s"
+        speed = "–" if inside or not edge.bandwidth else f"{format_size(edge.bandwidth)}/s"
         ends = f"{edge.src} → {edge.dst}", f"{edge.ranks[0]} → {edge.ranks[1]}"
-        total = edge.messages // 2 * (edge.forward + edge.backward) if edge.backward else edge.messages * edge.forward
-        rows.append(
-            [
-                *ends,
-                str(edge.messages),
-                bytes_text(edge.forward),
-                bytes_text(edge.backward),
-                bytes_text(total),
-                took,
-                speed,
-            ]
-        )
+        sizes = format_size(edge.forward), format_size(edge.backward)
+        rows.append([*ends, str(edge.messages), *sizes, took, speed])
     caption = "Bytes forward and back are those of one message. A time is known where a rank waited for messages."
-    head = ["stages", "ranks", "messages", "bytes forward", "bytes back", "bytes in all", "takes", "bandwidth"]
+    head = ["stages", "ranks", "messages", "bytes forward", "bytes back", "takes", "bandwidth"]
     return _table(head, rows, caption)
 
 
 def _plan(trace: TraceData) -> str:
     stages = trace.plan.get("stages", [])
     devices = trace.plan.get("devices") or [""] * len(stages)
-    rows = [
-        [
-            str(number),
-            str(trace.schedule.placement[number]) if number < trace.schedule.num_stages else "–",
-            escape(str(devices[number])) or "–",
-            f"{int(stage['parameters']):,}",
-            bytes_text(float(stage["bytes"])),
-            escape(", ".join(map(str, stage["layers"]))),
-        ]
-        for number, stage in enumerate(stages)
-    ]
+    rows = []
+    for number, stage in enumerate(stages):
+        rank = str(trace.schedule.placement[number]) if number < trace.schedule.num_stages else "–"
+        sizes = f"{int(stage['parameters']):,}", format_size(float(stage["bytes"]))
+        layers = escape(", ".join(map(str, stage["layers"])))
+        rows.append([str(number), rank, escape(str(devices[number])) or "–", *sizes, layers])
     ties = [" = ".join(map(str, tie["names"])) for tie in trace.plan.get("ties", [])]
     shared = f"<p>Shared between stages: {escape('; '.join(ties))}</p>" if ties else ""
     tracks = [
@@ -379,15 +319,11 @@ def page(findings: Findings) -> str:
     return Template(template).substitute(
         style=style,
         script="".join(scripts),
-        data=_embedded(_data(findings)),
+        # With ``<`` escaped, no text can end the script element.
+        data=json.dumps(_data(findings), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         picker=step_picker(findings),
         **sections(findings),
     )
-
-
-def _embedded(data: Any) -> str:
-    """JSON for a script element: with ``<`` escaped, no text can end the element."""
-    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _data(findings: Findings) -> dict[str, Any]:
@@ -424,24 +360,19 @@ def _step(trace: TraceData, step: StepRecord, simulated: float | None) -> dict[s
         sent = sum(sent.bytes for sent in done.sends)
         return [*done.action, since(done.start), since(done.end), done.memory, sent, waits]
 
-    def shown(part: RankRecord) -> list[Span]:  # on a GPU, actions overlap them
-        on_host = all(done.launched is None for done in part.actions)
-        return [span for span in part.spans if on_host and span.end > zero]
+    def spans(part: RankRecord) -> list[Span]:
+        return [span for span in part.host_spans if span.end > zero]
 
     rows = [
         {
             "name": rank_name(trace, part.track),
             "place": trace.tracks[part.track].place,
             "actions": [row(done) for done in part.actions],
-            "spans": [[span.name, since(span.start), since(span.end)] for span in shown(part)],
+            "spans": [[span.name, since(span.start), since(span.end)] for span in spans(part)],
         }
         for part in parts
     ]
     ends = [done.end - zero for part in parts for done in part.actions]
-    ends += [span.end - zero for part in parts for span in shown(part)]
-    return {
-        "name": step_name(step),
-        "seconds": max([*ends, simulated or 0.0]),
-        "paper": simulated is not None,
-        "rows": rows,
-    }
+    ends += [span.end - zero for part in parts for span in spans(part)]
+    length = max([*ends, simulated or 0.0])
+    return {"name": step.name, "seconds": length, "paper": simulated is not None, "rows": rows}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import _registry
 from penstock.errors import PlanError
-from penstock.profile.trace.analysis import PREDICTION_SOURCES, TraceData, TracedMessage, traced_messages
-from penstock.profile.trace.records import ACTION_NAMES, ActionRecord, RankRecord, StepRecord, Track
+from penstock.profile.trace.analysis import PREDICTION_SOURCES, TraceData, traced_messages
+from penstock.profile.trace.records import ACTION_NAMES, ActionRecord, StepRecord, Track
 from penstock.schedule.schedule import Action, Schedule
 from penstock.schedule.simulate import Prediction
+from penstock.split.plan import Plan
 
 if TYPE_CHECKING:
     from penstock.profile.report.findings import Findings
@@ -72,10 +74,7 @@ class Trace(TraceData):
             "missing": self.missing,
             "prediction": None if self.prediction is None else asdict(self.prediction),
             "tracks": [asdict(track) for track in self.tracks],
-            "steps": [
-                {"number": s.number, "kind": s.kind, "failed": s.failed, "parts": [part.to_data() for part in s.parts]}
-                for s in self.steps
-            ],
+            "steps": [step.to_data() for step in self.steps],
         }
 
     @classmethod
@@ -88,37 +87,39 @@ class Trace(TraceData):
             )
         given = data["schedule"]
         orders = [[Action.parse(name) for name in order.split()] for order in given["orders"]]
-        tracks = tuple(Track.from_data(track) for track in data["tracks"])
-        steps = tuple(
-            StepRecord(
-                int(s["number"]), str(s["kind"]), tuple(map(RankRecord.from_data, s["parts"])), bool(s["failed"])
-            )
-            for s in data["steps"]
-        )
-        parts = [part for step in steps for part in step.parts]
-        if any(not 0 <= part.track < len(tracks) for part in parts):
-            raise PlanError(f"the trace has {len(tracks)} tracks, but its steps have parts of others")
-        placement = [int(rank) for rank in given["placement"]]
-        stages = len(placement)
-        if any(not 0 <= rank < len(orders) for rank in (*placement, *(track.place for track in tracks))):
-            raise PlanError(f"the trace has {len(orders)} ranks, but stages or tracks of others")
-        edges = tuple((int(src), int(dst)) for src, dst in data["edges"])
-        if any(not 0 <= src < dst < stages for src, dst in edges):
-            raise PlanError(f"the trace has {stages} stages, but edges of others")
-        if any(done.action.stage >= stages for part in parts for done in part.actions):
-            raise PlanError(f"the trace has {stages} stages, but actions of others")
-        return cls(
-            Schedule.of(str(given["name"]), placement, orders, int(given["microbatches"])),
-            edges,
-            plan=_parse_plan(data["plan"]),
-            tracks=tracks,
-            steps=steps,
+        plan, predicted = dict(data["plan"]), data.get("prediction")
+        if plan:
+            Plan._from_data(plan)  # raises for an invalid plan
+        if predicted is not None:
+            memory, saved = (None if predicted[key] is None else tuple(predicted[key]) for key in ("memory", "saved"))
+            predicted = Prediction(float(predicted["seconds"]), predicted["by"], memory, saved, predicted["samples"])
+            if predicted.by not in PREDICTION_SOURCES:
+                raise PlanError(
+                    f"the trace has a prediction by {predicted.by!r}: it must be in {[*PREDICTION_SOURCES]}"
+                )
+        trace = cls(
+            Schedule.of(str(given["name"]), list(map(int, given["placement"])), orders, int(given["microbatches"])),
+            tuple((int(src), int(dst)) for src, dst in data["edges"]),
+            plan=plan,
+            tracks=tuple(Track(**track) for track in data["tracks"]),
+            steps=tuple(StepRecord.from_data(step) for step in data["steps"]),
             saved={int(stage): int(size) for stage, size in data["saved"].items()},
             memory=str(data["memory"]),
-            versions={str(name): str(version) for name, version in data["versions"].items()},
-            missing=None if data["missing"] is None else str(data["missing"]),
-            prediction=_parse_prediction(data.get("prediction")),
+            versions=dict(data["versions"]),
+            missing=data["missing"],
+            prediction=predicted,
         )
+        tracks, ranks, stages = len(trace.tracks), len(orders), trace.schedule.num_stages
+        parts = [part for step in trace.steps for part in step.parts]
+        for what, numbers, count in (
+            ("parts of tracks", [part.track for part in parts], tracks),
+            ("stages or tracks of ranks", [*trace.schedule.placement, *(t.place for t in trace.tracks)], ranks),
+            ("edges of stages", [stage for edge in trace.edges for stage in edge], stages),
+            ("actions of stages", [done.action.stage for part in parts for done in part.actions], stages),
+        ):
+            if any(not 0 <= number < count for number in numbers):
+                raise PlanError(f"the trace has {what} that do not exist: there are {count}")
+        return trace
 
     def chrome(self, path: str | Path) -> None:
         """Write a file for https://ui.perfetto.dev or chrome://tracing: a track for each rank, arrows for messages."""
@@ -132,10 +133,7 @@ class Trace(TraceData):
         return rows
 
     def report(self, path: str | Path) -> Findings:
-        """Write a page to look at in a browser: the timeline of a step, why ranks are idle, and what would help.
-
-        What it says received_at back as data, too.
-        """
+        """Write an HTML page: the timeline of a step, causes of idle time, advice. Return its contents as data."""
         from penstock.profile.report import write_report
 
         return write_report(self, path)
@@ -146,32 +144,8 @@ class Trace(TraceData):
         return html
 
 
-def _parse_plan(data: Mapping[str, Any]) -> dict[str, Any]:
-    if not data:
-        return {}
-    stages = [
-        {**s, "layers": list(map(str, s["layers"])), "parameters": int(s["parameters"]), "bytes": int(s["bytes"])}
-        for s in data["stages"]
-    ]
-    ties = [{**tie, "names": [str(name) for name in tie["names"]]} for tie in data["ties"]]
-    devices = None if data["devices"] is None else [str(device) for device in data["devices"]]
-    if devices is not None and len(devices) != len(stages):
-        raise PlanError(f"the trace's plan has {len(stages)} stages, but {len(devices)} devices")
-    return {**data, "stages": stages, "ties": ties, "devices": devices}
-
-
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a time")
-
-
-def _parse_prediction(data: Mapping[str, Any] | None) -> Prediction | None:
-    if data is None:
-        return None
-    memory, saved = (None if data[name] is None else tuple(map(float, data[name])) for name in ("memory", "saved"))
-    samples, by = data["samples"], str(data["by"])
-    if by not in PREDICTION_SOURCES:
-        raise PlanError(f"the trace has a prediction by {by!r}: it must be one of {sorted(PREDICTION_SOURCES)}")
-    return Prediction(float(data["seconds"]), by, memory, saved, None if samples is None else int(samples))
 
 
 # ── Chrome's and Perfetto's JSON ─────────────────────────────────────────────────────────────────────────────────
@@ -186,9 +160,36 @@ def _chrome_trace(trace: Trace) -> dict[str, Any]:
                ╲ s    ╲                          an "s" and an "f" event with one id are the ends of an arrow,
     rank 1    f ▕▔1F0▔▏▕▔1F1▔▏                   each within its action
     """
-    events = [event for step in trace.steps for event in _step(trace, step)]
-    for number, (step, message) in enumerate((s, c) for s in trace.steps for c in traced_messages(trace, s)):
-        events += _arrow(trace, step, message, number)
+    # All ids are distinct, and none is 0: Perfetto takes thread 0 for the main thread of its process.
+    replicas, count = trace.replicas, len(trace.tracks)
+    ranks = [{"pid": 1 + track.replica, "tid": 1 + len(replicas) + t} for t, track in enumerate(trace.tracks)]
+    rows = {replica: {"pid": 1 + replica, "tid": 1 + len(replicas) + count + replica} for replica in replicas}
+    titles = []
+    for replica, where in rows.items():
+        name = "pipeline" if replicas == [0] else f"replica {replica}"
+        titles.append({"ph": "M", "name": "process_name", **where, "args": {"name": name}})
+        titles.append({"ph": "M", "name": "thread_name", **where, "args": {"name": "steps"}})
+    for track, where in zip(trace.tracks, ranks, strict=True):
+        stages = trace.schedule.stages_of(track.place)
+        name = f"rank {track.rank}: stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))} on {track.device}"
+        titles.append({"ph": "M", "name": "thread_name", **where, "args": {"name": name}})
+    events = []
+    for step in trace.steps:
+        for part in step.parts:
+            track, where = trace.tracks[part.track], ranks[part.track]
+            if track.place == 0:  # on the first rank: the next step may begin before others have ended this one
+                events.append(_slice(step.name, "step", part.begin, part.end, rows[track.replica]))
+            for done in part.actions:
+                events += _action_events(trace, step, done, track, where)
+            for span in part.host_spans:
+                events.append(_slice(span.name, "outside", span.start, span.end, where))
+        for message in traced_messages(trace, step):
+            sent_at = message.source.start + 0.5 * message.source.seconds
+            received_at = max(sent_at, message.target.start + 0.5 * message.target.seconds)  # clocks may be inexact
+            arrow = {"name": "message", "cat": "edge", "id": len(events)}
+            arrow["args"] = {"bytes": message.sent.bytes, "step": step.number}
+            events.append({"ph": "s", **arrow, "ts": sent_at * 1e6, **ranks[message.source_track]})
+            events.append({"ph": "f", "bp": "e", **arrow, "ts": received_at * 1e6, **ranks[message.target_track]})
     first = min((event["ts"] for event in events), default=0.0)
     for event in events:
         event["ts"] = round(event["ts"] - min(0.0, first), 3)
@@ -196,147 +197,58 @@ def _chrome_trace(trace: Trace) -> dict[str, Any]:
             event["dur"] = round(event["dur"], 3)
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
     about = {"schedule": trace.schedule.name, "memory": trace.memory, **trace.versions}
-    return {"traceEvents": [*_names(trace), *events], "displayTimeUnit": "ms", "otherData": about}
+    return {"traceEvents": [*titles, *events], "displayTimeUnit": "ms", "otherData": about}
 
 
-def _names(trace: Trace) -> list[Event]:
-    titles = []
-    for replica in trace.replicas:
-        name = "pipeline" if trace.replicas == [0] else f"replica {replica}"
-        where = _step_row_ids(trace, replica)
-        titles.append(_metadata("process_name", **where, name=name))
-        titles.append(_metadata("process_sort_index", **where, sort_index=replica))
-        titles.append(_metadata("thread_name", **where, name="steps"))
-        titles.append(_metadata("thread_sort_index", **where, sort_index=trace.schedule.num_ranks))
-    for t, track in enumerate(trace.tracks):
-        where = _rank_ids(trace, t)
-        stages = trace.schedule.stages_of(track.place)
-        name = f"rank {track.rank}: stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))} on {track.device}"
-        titles.append(_metadata("thread_name", **where, name=name))
-        titles.append(_metadata("thread_sort_index", **where, sort_index=track.place))
-    return titles
-
-
-def _metadata(what: str, pid: int, tid: int, **args: Any) -> Event:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
-
-
-def _rank_ids(trace: Trace, track: int) -> dict[str, int]:
-    """Ids of a rank, all distinct and none 0: Perfetto takes thread 0 for the main thread of its process."""
-    return {"pid": 1 + trace.tracks[track].replica, "tid": 1 + len(trace.replicas) + track}
-
-
-def _step_row_ids(trace: Trace, replica: int) -> dict[str, int]:
-    """Ids of the row with the steps of a pipeline."""
-    return {"pid": 1 + replica, "tid": 1 + len(trace.replicas) + len(trace.tracks) + replica}
-
-
-def _step(trace: Trace, step: StepRecord) -> list[Event]:
-    events = []
-    for part in step.parts:
-        where = _rank_ids(trace, part.track)
-        track = trace.tracks[part.track]
-        if track.place == 0:  # on the first rank: the next step may begin before others have ended this one
-            there = _step_row_ids(trace, track.replica)
-            name = f"{step.kind} {step.number}" + (" (failed)" if step.failed else "")
-            events.append(_slice(name, "step", part.begin, part.end, there))
-        for done in part.actions:
-            events += _action(trace, step, part, done, where)
-        on_host = all(done.launched is None for done in part.actions)  # on a GPU, actions overlap them
-        for span in part.spans if on_host else ():
-            events.append(_slice(span.name, "outside", span.start, span.end, where))
-    return events
-
-
-def _action(trace: Trace, step: StepRecord, part: RankRecord, done: ActionRecord, where: dict[str, int]) -> list[Event]:
+def _action_events(
+    trace: Trace, step: StepRecord, done: ActionRecord, track: Track, where: dict[str, int]
+) -> Iterator[Event]:
     stage, kind, microbatch = done.action
-    events = [
-        _slice(f"wait for {wait.what}", "wait", wait.start, wait.end, where, stage=wait.peer, before=str(done.action))
-        for wait in done.waits
-    ]
-    about: dict[str, Any] = {
+    for wait in done.waits:
+        about: dict[str, Any] = {"stage": wait.peer, "before": str(done.action)}
+        yield _slice(f"wait for {wait.what}", "wait", wait.start, wait.end, where, about)
+    about = {
         "stage": stage, "microbatch": microbatch, "step": step.number, "waited": done.waited * 1e6,
         "bytes sent": sum(sent.bytes for sent in done.sends),
     }  # fmt: skip
     if done.launched is not None:
         about["launched"] = done.launched * 1e6
-    events.append(_slice(str(done.action), ACTION_NAMES[kind], done.start, done.end, where, **about))
+    yield _slice(str(done.action), ACTION_NAMES[kind], done.start, done.end, where, about)
     if done.memory is not None:
-        name = f"memory {trace.memory} of rank {trace.tracks[part.track].rank}"
-        counter = {"ph": "C", "name": name, "ts": done.end * 1e6, **where, "args": {"bytes": done.memory}}
-        events.append(counter)
-    return events
+        name = f"memory {trace.memory} of rank {track.rank}"
+        yield {"ph": "C", "name": name, "ts": done.end * 1e6, **where, "args": {"bytes": done.memory}}
 
 
-def _slice(name: str, category: str, start: float, end: float, where: dict[str, int], **args: Any) -> Event:
+def _slice(
+    name: str, category: str, start: float, end: float, where: dict[str, int], args: Mapping[str, Any] | None = None
+) -> Event:
     duration = max(0.0, end - start) * 1e6
-    return {"ph": "X", "name": name, "cat": category, "ts": start * 1e6, "dur": duration, **where, "args": args}
-
-
-def _arrow(trace: Trace, step: StepRecord, message: TracedMessage, number: int) -> list[Event]:
-    """Both ends lie within their actions; the arrow does not go back in time where clocks are inexact."""
-    source, target = message.source, message.target
-    sent_at = source.start + 0.5 * source.seconds
-    received_at = max(sent_at, target.start + 0.5 * target.seconds)
-    common = {"name": "message", "cat": "edge", "id": number}
-    args = {"bytes": message.sent.bytes, "step": step.number}
-    return [
-        {"ph": "s", **common, "ts": sent_at * 1e6, **_rank_ids(trace, message.source_track), "args": args},
-        {
-            "ph": "f",
-            "bp": "e",
-            **common,
-            "ts": received_at * 1e6,
-            **_rank_ids(trace, message.target_track),
-            "args": args,
-        },
-    ]
+    return {"ph": "X", "name": name, "cat": category, "ts": start * 1e6, "dur": duration, **where, "args": args or {}}
 
 
 # ── table ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_COLUMN_TYPES = {
-    "step": "int64", "run": "string", "failed": "bool", "replica": "int64", "rank": "int64", "action": "string",
-    "stage": "int64", "kind": "string", "microbatch": "int64", "start": "float64", "end": "float64",
-    "seconds": "float64", "launched": "float64", "waited": "float64", "waited_for": "int64", "sent": "int64",
-    "received": "int64", "memory": "int64",
-}  # fmt: skip
-"""Column types in Parquet, fixed so that the files of several traces can be concatenated."""
-
 
 def _rows(trace: Trace) -> list[dict[str, Any]]:
-    """A row for each action; ``received`` counts the bytes of its input messages."""
+    """A row for each action.
+
+    ``received`` counts the bytes of its input messages; ``waited_for`` is the stage with the longest wait.
+    """
     found = []
     for step in trace.steps:
-        received: dict[int, int] = {}
+        received: Counter[int] = Counter()
         for message in traced_messages(trace, step):
-            received[id(message.target)] = received.get(id(message.target), 0) + message.sent.bytes
+            received[id(message.target)] += message.sent.bytes
         for part in step.parts:
             track = trace.tracks[part.track]
             for done in part.actions:
-                waits = sorted(done.waits, key=lambda wait: wait.start - wait.end)
-                found.append(
-                    {
-                        "step": step.number,
-                        "run": step.kind,
-                        "failed": step.failed,
-                        "replica": track.replica,
-                        "rank": track.rank,
-                        "action": str(done.action),
-                        "stage": done.action.stage,
-                        "kind": done.action.kind,
-                        "microbatch": done.action.microbatch,
-                        "start": done.start,
-                        "end": done.end,
-                        "seconds": done.seconds,
-                        "launched": done.launched,
-                        "waited": done.waited,
-                        "waited_for": waits[0].peer if waits else None,  # the stage with the longest wait
-                        "sent": sum(sent.bytes for sent in done.sends),
-                        "received": received.get(id(done), 0),
-                        "memory": done.memory,
-                    }
-                )
+                longest = max(done.waits, key=lambda wait: wait.end - wait.start, default=None)
+                row = {"step": step.number, "run": step.kind, "failed": step.failed, "replica": track.replica}
+                row |= {"rank": track.rank, "action": str(done.action), **done.action._asdict()}
+                row |= {"start": done.start, "end": done.end, "seconds": done.seconds, "launched": done.launched}
+                row |= {"waited": done.waited, "waited_for": None if longest is None else longest.peer}
+                row |= {"sent": sum(sent.bytes for sent in done.sends), "received": received[id(done)]}
+                found.append({**row, "memory": done.memory})
     return found
 
 
@@ -351,5 +263,4 @@ def _write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         import pyarrow.parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError as error:
         raise PlanError("to write .parquet, pyarrow is needed: pip install pyarrow, or write .json") from error
-    schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in _COLUMN_TYPES.items()])
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows), schema), path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError, PlanError
-from penstock.format import format_table
+from penstock.format import format_size, format_table
 from penstock.profile.trace.records import ActionRecord, RankRecord, SendRecord, StepRecord, Track, WaitRecord
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule
@@ -63,12 +64,12 @@ class TraceData:
 
         The mean over ranks and the median over steps; None if no whole step was recorded.
         """
-        return _median_or_none([_bubble(self, step) for step in typical_steps(self)])
+        return _median(_bubble(self, step) for step in typical_steps(self))
 
     @property
     def seconds(self) -> float | None:
         """The median duration of a step."""
-        return _median_or_none([step.seconds for step in typical_steps(self)])
+        return _median(step.seconds for step in typical_steps(self))
 
     @property
     def predicted(self) -> Prediction | None:
@@ -136,7 +137,13 @@ class TraceData:
         if missing:
             why = "" if self.missing is None else f", for it has one rank's part only: {self.missing}"
             raise PlanError(f"this trace has no forward of stages {missing}{why}")
-        latency, sizes = self._edge_costs(steps)
+        latencies: dict[Edge, list[float]] = defaultdict(list)
+        sizes: dict[Edge, list[float]] = defaultdict(list)
+        for message in (message for step in steps for message in traced_messages(self, step)):
+            if message.seconds is not None:
+                latencies[message.edge].append(message.seconds)
+            if message.source.action.kind == "F":
+                sizes[message.edge].append(float(message.sent.bytes))
         found = {kind: [_median(times[kind, stage]) for stage in stages] for kind in "FRBIW"}
         halves = [None if b is None else b / 2 for b in found["B"]]
         i, w = ([_first(x, half) for x, half in zip(found[kind], halves, strict=True)] for kind in "IW")
@@ -146,26 +153,13 @@ class TraceData:
             w=tuple(w),
             b=tuple(_first(b, x + y) for b, x, y in zip(found["B"], i, w, strict=True)),
             r=None if not any(found["R"]) else tuple(_first(r, f) for r, f in zip(found["R"], found["F"], strict=True)),
-            latency=latency,
-            bytes=sizes,
+            latency={edge: _first(_median(latencies[edge])) for edge in self.edges},
+            bytes={edge: _first(_median(sizes[edge])) for edge in self.edges},
             activation=tuple(float(self.saved.get(stage, 0)) for stage in stages),
         )
 
-    def _edge_costs(self, steps: Sequence[StepRecord]) -> tuple[dict[Edge, float], dict[Edge, float]]:
-        """Per edge: the median seconds of a message, and the median bytes of a forward message."""
-        latencies: dict[Edge, list[float]] = defaultdict(list)
-        sizes: dict[Edge, list[float]] = defaultdict(list)
-        for step in steps:
-            for message in traced_messages(self, step):
-                if message.seconds is not None:
-                    latencies[message.edge].append(message.seconds)
-                if message.source.action.kind == "F":
-                    sizes[message.edge].append(float(message.sent.bytes))
-        latency, size = ({edge: _first(_median(found[edge])) for edge in self.edges} for found in (latencies, sizes))
-        return latency, size
-
     def __str__(self) -> str:
-        return summary(self)
+        return _summary(self)
 
     def __repr__(self) -> str:
         text = f"Trace({len(self.steps)} steps of {len(self.tracks)} ranks, schedule {self.schedule.name!r})"
@@ -226,15 +220,11 @@ def typical_steps(trace: TraceData) -> list[StepRecord]:
     """The whole steps that ran the same actions as most others; training steps, if there are any."""
     whole = [step for step in trace.steps if not step.failed and step.of(range(len(trace.tracks)))]
     whole = [step for step in whole if step.kind == "step"] or whole
-    counts = Counter(map(_actions_of, whole))
-    if not counts:
-        return []
-    most = counts.most_common(1)[0][0]
-    return [step for step in whole if _actions_of(step) == most]
-
-
-def _actions_of(step: StepRecord) -> tuple[object, ...]:
-    return step.kind, tuple((part.track, tuple(one.action for one in part.actions)) for part in step.parts)
+    groups: dict[object, list[StepRecord]] = defaultdict(list)
+    for step in whole:
+        actions = [(part.track, tuple(one.action for one in part.actions)) for part in step.parts]
+        groups[step.kind, tuple(actions)].append(step)
+    return max(groups.values(), key=len, default=[])
 
 
 def _bubble(trace: TraceData, step: StepRecord) -> float | None:
@@ -250,13 +240,10 @@ def _bubble(trace: TraceData, step: StepRecord) -> float | None:
     return max(0.0, 1 - busy / total) if total else None
 
 
-def _median_or_none(numbers: Sequence[float | None]) -> float | None:
+def _median(numbers: Iterable[float | None]) -> float | None:
+    """The median of the numbers that are known, at least 0."""
     known = [number for number in numbers if number is not None]
-    return median(known) if known else None
-
-
-def _median(numbers: Sequence[float]) -> float | None:
-    return max(0.0, median(numbers)) if numbers else None
+    return max(0.0, median(known)) if known else None
 
 
 def _first(*numbers: float | None) -> float:
@@ -277,15 +264,6 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def bytes_text(number: float) -> str:
-    """As in ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.4g} {unit}"
-        number /= 1024
-    return f"{number:.4g} TiB"
-
-
 def prediction_text(trace: TraceData) -> str | None:
     """The prediction as text, to be printed beside the measured time of a step."""
     predicted, seconds = trace.predicted, trace.seconds
@@ -304,7 +282,7 @@ def prediction_text(trace: TraceData) -> str | None:
     fullest = max(peaks, key=lambda track: peaks[track])
     track, size = trace.tracks[fullest], expected[trace.tracks[fullest].place]
     kind = "saved for backwards" if trace.memory == "saved" else "memory"
-    there = f"{bytes_text(peaks[fullest])} measured, {bytes_text(size)} predicted on rank {track.rank}"
+    there = f"{format_size(peaks[fullest])} measured, {format_size(size)} predicted on rank {track.rank}"
     return f"{text}; {kind} {there} ({_difference(size, peaks[fullest])})"
 
 
@@ -318,7 +296,7 @@ def _difference(expected: float, measured: float) -> str:
     return "the same" if abs(share) < 0.0005 else f"{abs(share):.1%} {'more' if share > 0 else 'less'}"
 
 
-def summary(trace: TraceData) -> str:
+def _summary(trace: TraceData) -> str:
     """The duration and bubble of a step, and the time of each rank by activity."""
     schedule = trace.schedule
     head = (
@@ -335,8 +313,14 @@ def summary(trace: TraceData) -> str:
     middle, least, most = (milliseconds(pick(times)) for pick in (median, min, max))
     lines.append(f"step    {middle} (median of {len(times)}; {least} to {most})")
     lines += [f"        {text}" for text in [prediction_text(trace)] if text]
-    lines += [f"bubble  {text}" for text in [_bubble_text(trace)] if text]
-    lines += shared_gpu_notes(trace)
+    if trace.bubble is not None:
+        lines.append(f"bubble  {trace.bubble:.1%} measured")
+        with suppress(PenstockError):  # records of one rank only, or of half of a call
+            lines[-1] += f", {trace.simulation().bubble:.1%} simulated with the median time of each action"
+    for tracks in trace.shared_gpus:
+        lines.append(
+            f"ranks {', '.join(str(trace.tracks[t].rank) for t in tracks)} share a GPU, its time and its memory"
+        )
     rows: list[tuple[str, ...]] = []
     for t, track in enumerate(trace.tracks):
         parts = [part for step in steps for part in step.of([t])]
@@ -348,22 +332,3 @@ def summary(trace: TraceData) -> str:
             rows.append((str(track.rank), track.device, stages, *map(milliseconds, medians)))
     heads = ("rank", "device", "stages", "busy", "waits", "around", "other")
     return "\n".join([*lines, "", *format_table(heads, rows, right=range(3, 7))])
-
-
-def shared_gpu_notes(trace: TraceData) -> list[str]:
-    """A sentence for each GPU that ranks share."""
-    return [
-        f"ranks {', '.join(str(trace.tracks[t].rank) for t in tracks)} share a GPU: what they do on it takes as long "
-        "as all of it together, and its memory is counted for each"
-        for tracks in trace.shared_gpus
-    ]
-
-
-def _bubble_text(trace: TraceData) -> str | None:
-    if trace.bubble is None:
-        return None
-    text = f"{trace.bubble:.1%} measured"
-    try:
-        return f"{text}, {trace.simulation().bubble:.1%} simulated with the median time of each action"
-    except PenstockError:  # records of one rank only, or of half of a call
-        return text

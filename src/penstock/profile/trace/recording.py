@@ -77,7 +77,10 @@ def _actions(
             if at in program.seconds:
                 device, *since = program.seconds[at]
                 begin, end = (clock(recorder.devices.on_host(device, run.mark, seconds)) for seconds in since)
-                waits = _on_device(waits, freed.get(device, 0.0), begin)
+                # The host did not wait for messages, but the device: from its last action, if the host was ahead.
+                last = freed.get(device, 0.0)
+                messages = [wait for wait in waits if wait.what == "message"]
+                waits = [WaitRecord(wait.peer, min(max(last, wait.end), begin), begin) for wait in messages]
                 done = ActionRecord(action, begin, end, clock(start), program.memory[at], tuple(waits))
                 freed[device] = end
             else:
@@ -85,12 +88,6 @@ def _actions(
             found.append(done)
             waits = []
     return [replace(done, sends=tuple(sends[place])) for place, done in enumerate(found)], waits
-
-
-def _on_device(waits: Sequence[WaitRecord], freed: float, begin: float) -> list[WaitRecord]:
-    """The host did not wait for messages, but the device: from its last action, if the host was ahead, to this one."""
-    messages = [wait for wait in waits if wait.what == "message"]
-    return [WaitRecord(wait.peer, min(max(freed, wait.end), begin), begin) for wait in messages]
 
 
 clock: Callable[[], int] = time.perf_counter_ns
@@ -127,7 +124,8 @@ class TraceRecording:
         self.steps, self.skip = steps, skip
         self.prediction, self.quiet = prediction, quiet
         schedule = executor.source.training(executor.source.microbatches)
-        self.trace = Trace(schedule, tuple(executor.edges), plan=json.loads(plan.to_json()), versions=_versions())
+        versions = {"penstock": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        self.trace = Trace(schedule, tuple(executor.edges), plan=json.loads(plan.to_json()), versions=versions)
 
     def __enter__(self) -> Trace:
         executor = self.executor
@@ -153,10 +151,8 @@ class TraceRecording:
         self._fill(records, missing)
         if missing is None:
             self.trace.prediction = self.prediction()
-            if error is None and not self.quiet and is_rank0():
-                text = self.trace.comparison
-                if text is not None:
-                    print0(text)
+            if error is None and not self.quiet and is_rank0() and self.trace.comparison is not None:
+                print0(self.trace.comparison)
 
     def _process_record(self) -> _ProcessRecord:
         executor, recorder = self.executor, self.recorder
@@ -198,18 +194,14 @@ def _tracks(executor: Executor, mesh: Mesh | None, error: float) -> list[Track]:
     """The ranks of this process."""
     if mesh is not None:
         replica = mesh.data_rank * mesh.tensor + mesh.tensor_rank
-        return [Track(mesh.rank, replica, mesh.pipe_rank, _device(mesh.device), error, _gpu(mesh.device))]
+        return [Track(mesh.rank, replica, mesh.pipe_rank, *_device(mesh.device), error)]
     of_rank = {executor.placement[s]: stage.device for s, stage in sorted(executor.stages.items(), reverse=True)}
-    return [Track(rank, 0, rank, _device(device), gpu=_gpu(device)) for rank, device in sorted(of_rank.items())]
+    return [Track(rank, 0, rank, *_device(device)) for rank, device in sorted(of_rank.items())]
 
 
-def _device(device: torch.device) -> str:
-    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-
-
-def _gpu(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
-def _versions() -> dict[str, str]:
-    return {"penstock": __version__, "torch": torch.__version__, "python": platform.python_version()}
+def _device(device: torch.device) -> tuple[str, str]:
+    """The name of a device, and the UUID of a GPU."""
+    if device.type != "cuda":
+        return str(device), ""
+    properties = torch.cuda.get_device_properties(device)
+    return f"{device} {properties.name}", str(properties.uuid)

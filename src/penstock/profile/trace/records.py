@@ -7,13 +7,22 @@ rank 1   ····wait····▕▔▔▔2F0▔▔▔▏send▕  ··wait··▕
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.schedule.schedule import Action, Schedule
 
 ACTION_NAMES = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of some spans of time."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +68,7 @@ class ActionRecord:
     @property
     def waited(self) -> float:
         """Seconds that the rank waited before it; concurrent waits count once."""
-        total, until = 0.0, float("-inf")
-        for wait in sorted(self.waits, key=lambda wait: wait.start):
-            total += max(0.0, wait.end - max(wait.start, until))
-            until = max(until, wait.end)
-        return total
+        return covered_seconds((wait.start, wait.end) for wait in self.waits)
 
     def to_row(self) -> list[Any]:
         waits = [[wait.peer, wait.start, wait.end, wait.what] for wait in self.waits]
@@ -117,6 +122,11 @@ class RankRecord:
         """Seconds of the spans."""
         return sum(span.end - span.start for span in self.spans)
 
+    @property
+    def host_spans(self) -> tuple[Span, ...]:
+        """The spans, except on a GPU, where actions overlap them."""
+        return self.spans if all(done.launched is None for done in self.actions) else ()
+
     def to_data(self) -> dict[str, Any]:
         return {
             "track": self.track,
@@ -145,14 +155,8 @@ class Track:
     replica: int  # its pipeline
     place: int  # its rank in that pipeline
     device: str
-    clock_error: float = 0.0  # maximal error of its clock relative to the first rank, in seconds
     gpu: str = ""  # UUID
-
-    @classmethod
-    def from_data(cls, data: dict[str, Any]) -> Track:
-        rank, replica, place = (int(data[name]) for name in ("rank", "replica", "place"))
-        gpu = str(data.get("gpu", ""))
-        return cls(rank, replica, place, str(data["device"]), float(data["clock_error"]), gpu)
+    clock_error: float = 0.0  # maximal error of its clock relative to the first rank, in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +180,20 @@ class StepRecord:
     def seconds(self) -> float:
         return self.end - self.begin
 
+    @property
+    def name(self) -> str:
+        """As in ``step 3``, or ``evaluate 4 (failed)``."""
+        return f"{self.kind} {self.number}" + (" (failed)" if self.failed else "")
+
+    def to_data(self) -> dict[str, Any]:
+        parts = [part.to_data() for part in self.parts]
+        return {"number": self.number, "kind": self.kind, "failed": self.failed, "parts": parts}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> StepRecord:
+        parts = tuple(map(RankRecord.from_data, data["parts"]))
+        return cls(int(data["number"]), str(data["kind"]), parts, bool(data["failed"]))
+
     def of(self, tracks: Iterable[int]) -> list[RankRecord]:
         """The records of these tracks that have actions."""
         wanted = set(tracks)
@@ -190,44 +208,42 @@ class StepRecord:
         return Schedule.of(name, placement, orders, count)
 
 
-def with_memory(steps: Sequence[StepRecord], saved: Mapping[int, int]) -> tuple[StepRecord, ...]:
-    """Fill in the memory of actions on ranks whose devices do not count it: bytes saved for pending backwards.
+def pending_backwards(
+    actions: Iterable[ActionRecord], kept: Counter[tuple[int, int]], trains: bool = True
+) -> Iterator[ActionRecord]:
+    """The actions, while ``kept`` counts the micro-batches with a pending backward: by stage and micro-batch.
 
-    A stage keeps ``saved`` bytes of a micro-batch from its forward, or from its recompute, to the end of its backward.
-    Messages, and the inputs kept for a recompute, do not count.
+    A stage keeps a micro-batch from its forward, or from its recompute, to the end of its backward.
     """
-    kept: dict[int, Counter[tuple[int, int]]] = {}  # per track: the micro-batches in flight of each stage
-    return tuple(
-        replace(
-            step,
-            parts=tuple(
-                replace(
-                    part,
-                    actions=_with_saved_bytes(step.kind, part.actions, kept.setdefault(part.track, Counter()), saved),
-                )
-                for part in step.parts
-            ),
-        )
-        for step in steps
-    )
-
-
-def _with_saved_bytes(
-    run: str, actions: Sequence[ActionRecord], kept: Counter[tuple[int, int]], saved: Mapping[int, int]
-) -> tuple[ActionRecord, ...]:
-    if run == "step":  # only a failed step leaves micro-batches behind
-        kept.clear()
-    recomputed = {(d.action.stage, d.action.microbatch) for d in actions if d.action.kind == "R"}
-    found = []
+    actions = list(actions)
+    recomputed = {done.action[::2] for done in actions if done.action.kind == "R"}
     for done in actions:
         stage, kind, microbatch = done.action
         pair = stage, microbatch
-        if kind == "R" or (kind == "F" and run in ("step", "call") and pair not in recomputed):
+        if kind == "R" or (kind == "F" and trains and pair not in recomputed):
             kept[pair] += 1
         elif kind in "BW" and kept[pair]:
             kept[pair] -= 1
-            if not kept[pair]:
-                del kept[pair]
-        total = sum(saved.get(s, 0) * count for (s, _), count in kept.items())
-        found.append(done if done.memory is not None else replace(done, memory=total))
+        yield done
+
+
+def with_memory(steps: Iterable[StepRecord], saved: Mapping[int, int]) -> tuple[StepRecord, ...]:
+    """Fill in the memory of actions on ranks whose devices do not count it: bytes saved for pending backwards.
+
+    Messages, and the inputs kept for a recompute, do not count.
+    """
+    found = []
+    in_flight: dict[int, Counter[tuple[int, int]]] = {}  # by track
+    for step in steps:
+        parts = []
+        for part in step.parts:
+            kept = in_flight.setdefault(part.track, Counter())
+            if step.kind == "step":  # only a failed step leaves micro-batches behind
+                kept.clear()
+            actions = []
+            for done in pending_backwards(part.actions, kept, step.kind in ("step", "call")):
+                total = sum(saved.get(stage, 0) * count for (stage, _), count in kept.items())
+                actions.append(done if done.memory is not None else replace(done, memory=total))
+            parts.append(replace(part, actions=tuple(actions)))
+        found.append(replace(step, parts=tuple(parts)))
     return tuple(found)
