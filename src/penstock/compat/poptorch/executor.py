@@ -12,7 +12,6 @@ A call has ``deviceIterations × gradientAccumulation`` turns; in each, every re
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,8 +31,6 @@ from penstock.compat.poptorch.blocks import device_of_ipu, plan_stages
 from penstock.compat.poptorch.options import Options
 
 __all__ = ["PoplarExecutor", "identity_loss", "inferenceModel", "load", "recomputationCheckpoint", "trainingModel"]
-
-logger = logging.getLogger("penstock.compat.poptorch")
 
 _IPU_ONLY = ("cycleCount", "getHostIpuLatency", "getIpuHostLatency", "getPerfCounters", "loadExecutable", "rng_state")
 
@@ -216,7 +213,6 @@ class PoplarExecutor:
         if self._pipe is None:
             with self._module_modes():
                 self._pipe = self._build(args, kwargs)
-            logger.debug("%s: %r\n%s", self._kind, self._pipe, self._pipe.plan)
         self.copyWeightsToDevice()  # another wrapper of the same modules may have moved them
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ps.Pipeline:

@@ -62,15 +62,6 @@ class NaiveDDP(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in this context are neither counted nor reduced."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
     def reduce_gradients(self) -> None:
         """Does nothing: gradients that are complete have been reduced already."""
 

@@ -140,7 +140,7 @@ class FunctionStage(nn.Module):
             leaf.detach().requires_grad_(leaf.requires_grad) if apart and isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
-        value = tree_unflatten([_Entry.apply(x) if isinstance(x, Tensor) else x for x in inputs], spec)  # type: ignore[no-untyped-call]
+        value = tree_unflatten(inputs, spec)
         values = [*(value if isinstance(value, (tuple, list)) else [value]), *self.rows[current.index]]
         output = fwd_fn(values[0] if len(values) == 1 else values)
         if current.index == len(self.rows) - 1:
@@ -169,18 +169,6 @@ class FunctionStage(nn.Module):
 
 def _has_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-class _Entry(torch.autograd.Function):
-    """An identity. Its output has its own version counter, so that functions may change their inputs in place."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.data
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
 
 
 class _Exit(torch.autograd.Function):

@@ -37,8 +37,6 @@ class GPipe(nn.Module):
     ``"except_last"`` or ``"never"``. ``deferred_batch_norm`` tracks running statistics per mini-batch.
     """
 
-    balance: list[int] = []  # noqa: RUF012
-    devices: list[torch.device] = []  # noqa: RUF012
     chunks: int = 1
     checkpoint: str = "except_last"
 
@@ -62,9 +60,7 @@ class GPipe(nn.Module):
         if balance is None:
             raise ValueError(self._recommend("balance is required"))
         check_options(self.chunks, self.checkpoint)
-        verify_children(module)
-        if not self._allows_duplicate_parameters:
-            verify_module(module)
+        (verify_children if self._allows_duplicate_parameters else verify_module)(module)
         verify_skippables(module)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
@@ -90,12 +86,9 @@ class GPipe(nn.Module):
         self._pipelines: dict[bool, tuple[tuple[int, str], ps.Pipeline]] = {}
 
     def _recommend(self, message: str) -> str:
-        path = self._balance_module.split(" ")[0]
         return f"""{message}
 
 A balance can be measured, see {self._balance_module}:
-
-  from {path} import balance_by_time
 
   balance = balance_by_time(partitions, model, sample)
   model = {self._name}(model, balance, ...)
