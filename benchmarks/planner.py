@@ -35,8 +35,8 @@ from benchmarks.timed_stages import TimedStage, loss_fn
 from benchmarks.transformer import SIZES, build_model
 from benchmarks.transformer import loss_fn as token_loss
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts
+from penstock.profile.planner.cuts import Ranks, Segments, stage_costs
 from penstock.profile.planner.joint import JointResult, joint_search
-from penstock.profile.planner.segments import Ranks, Segments, stage_costs
 from penstock.schedule import Schedule, build, simulate
 
 __all__ = ["run", "show"]

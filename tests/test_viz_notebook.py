@@ -154,12 +154,6 @@ def test_plan_result_from_a_file(tmp_path: Path) -> None:
     assert ps.PlanResult.load(tmp_path / "planned.json") == found
     assert ps.PlanResult.load(tmp_path / "planned.json")._repr_html_() == found._repr_html_()
     data = json.loads(found.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    del data["costs"]  # an old file without the costs
-    old = ps.PlanResult.from_json(json.dumps(data))
-    page = tree(old._repr_html_())
-    assert page.find(f"{SVG}svg") is None
-    with pytest.raises(ps.PlanError, match="plan it again"):
-        old.simulation()
     for wrong in ({"g": 1.0}, {"bytes": [[0, 1]]}, []):
         with pytest.raises(ps.PlanError, match="not a saved PlanResult"):
             ps.PlanResult.from_json(json.dumps({**data, "costs": wrong}))

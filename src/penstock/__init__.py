@@ -14,8 +14,7 @@ from penstock.errors import PenstockError as PenstockError
 from penstock.errors import PipelineError as PipelineError
 from penstock.errors import PlanError as PlanError
 from penstock.errors import ScheduleError as ScheduleError
-
-__version__ = "0.1.0"
+from penstock.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from penstock.engine.forward_context import current_microbatch as current_microbatch
@@ -29,9 +28,9 @@ if TYPE_CHECKING:
     from penstock.profile.trace import Trace as Trace
     from penstock.schedule.schedule import Action as Action
     from penstock.schedule.schedule import Schedule as Schedule
+    from penstock.split import balance_by_size as balance_by_size
+    from penstock.split import balance_by_time as balance_by_time
     from penstock.split import split as split
-    from penstock.split.balance import balance_by_size as balance_by_size
-    from penstock.split.balance import balance_by_time as balance_by_time
     from penstock.split.flatten import flatten as flatten
     from penstock.split.lazy import Lazy as Lazy
     from penstock.split.marks import BeginBlock as BeginBlock
@@ -55,8 +54,8 @@ if TYPE_CHECKING:
     from penstock.train.mesh import Mesh as Mesh
     from penstock.train.optimizer_offload import Offload as Offload
     from penstock.train.pipeline import Pipeline as Pipeline
+    from penstock.train.pipeline import StepResult as StepResult
     from penstock.train.progress import progress as progress
-    from penstock.train.result import StepResult as StepResult
     from penstock.train.scaler import GradScaler as GradScaler
 
 # The same names as above, by module: a test compares the two.
@@ -69,8 +68,7 @@ _NAMES = {
     "profile.planner.result": "PlanResult",
     "profile.trace": "Trace",
     "schedule.schedule": "Action Schedule",
-    "split": "split",
-    "split.balance": "balance_by_size balance_by_time",
+    "split": "balance_by_size balance_by_time split",
     "split.flatten": "flatten",
     "split.lazy": "Lazy",
     "split.marks": "BeginBlock Block BlockFunction CutPoint Stage cut",
@@ -80,9 +78,8 @@ _NAMES = {
     "train.loader": "DataLoader",
     "train.mesh": "Mesh",
     "train.optimizer_offload": "Offload",
-    "train.pipeline": "Pipeline",
+    "train.pipeline": "Pipeline StepResult",
     "train.progress": "progress",
-    "train.result": "StepResult",
     "train.scaler": "GradScaler",
 }
 _MODULES = {name: f"penstock.{module}" for module, names in _NAMES.items() for name in names.split()}

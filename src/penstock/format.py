@@ -54,14 +54,14 @@ _UNIT_BYTES = {"": 1} | {
 _UNIT_BYTES["b"] = 1
 
 
-def parse_bytes(size: Any) -> int:
+def parse_bytes(size: Any, name: str = "memory") -> int:
     """A number of bytes, from a number or a text such as "16GiB" or "500 MB"."""
     number, unit = size, ""
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", size)
         if match is None or match[2].lower() not in _UNIT_BYTES:
-            raise PlanError(f'memory={size!r} is not a size: write a number of bytes, "16GiB" or "500MB"')
+            raise PlanError(f'{name}={size!r} is not a size: write a number of bytes, "16GiB" or "500MB"')
         number, unit = float(match[1]), match[2].lower()
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < math.inf:
-        raise PlanError(f'memory={size!r} is not a size: write a number of bytes, "16GiB" or "500MB"')
+        raise PlanError(f'{name}={size!r} is not a size: write a number of bytes, "16GiB" or "500MB"')
     return int(number * _UNIT_BYTES[unit])

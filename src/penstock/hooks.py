@@ -12,27 +12,29 @@ Training scripts do not need them. Like the names of ``penstock`` itself they ar
 - ``HookBucket``: the argument of a communication hook of ``DistributedDataParallel``;
 - ``grad_norm``, ``clip_grad_norm``: the norm of gradients with a reduction over ranks of the caller's;
 - ``DeferredStatistics``: BatchNorm statistics of several forwards, committed together;
+- ``find_loss``: the loss in the output of a model that computes it;
 - ``is_offloaded``: whether an optimizer keeps its state in host memory.
 """
 
 from __future__ import annotations
 
+from penstock.engine.loss import find_loss
 from penstock.engine.message import flatten as tree_flatten
 from penstock.engine.message import unflatten as tree_unflatten
 from penstock.engine.recompute.batchnorm import DeferredStatistics
 from penstock.engine.replicas.ddp import HookBucket
 from penstock.format import parse_bytes
 from penstock.split import chain_of
-from penstock.split.chain import LayerChain, WholeModelChain, bind_arguments, build_plan
+from penstock.split.balance import partition
 from penstock.split.marks import begin_block_of, cut_points, remove_begin_block
-from penstock.split.partition import partition
+from penstock.split.plan import LayerChain, WholeModelChain, bind_arguments, build_plan
 from penstock.split.trace.errors import mentions_marks
 from penstock.split.trace.line import marked_chain
 from penstock.split.trace.state import recorder
 from penstock.split.trunk.line import trunk_chain
-from penstock.train.clip import clip_grad_norm, grad_norm
 from penstock.train.optimizer_offload import is_offloaded
 from penstock.train.prefetch import Prefetcher
+from penstock.train.state import clip_grad_norm, grad_norm
 
 __all__ = [
     "DeferredStatistics",
@@ -46,6 +48,7 @@ __all__ = [
     "chain_of",
     "clip_grad_norm",
     "cut_points",
+    "find_loss",
     "grad_norm",
     "is_offloaded",
     "marked_chain",

@@ -98,10 +98,9 @@ def test_aliases_in_a_program_and_its_subprocesses(here: Path, capsys: pytest.Ca
     assert capsys.readouterr().out.split() == ["['child']", "penstock.compat.torchgpipe.gpipe"]
 
 
-def test_modules_and_code_run_as_well(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_modules_run_as_well(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert alias.main(["torchgpipe", "fairscale", "--", "-m", "aliased_program", "a", "--", "b"]) == 0
-    assert alias.main(["torchgpipe", "--", "-c", "import torchgpipe, sys; print(sys.argv)", "x"]) == 0
-    assert capsys.readouterr().out.split("\n")[:2] == ["['a', '--', 'b']", "['-c', 'x']"]
+    assert capsys.readouterr().out.split("\n")[0] == "['a', '--', 'b']"
 
 
 @pytest.mark.parametrize(

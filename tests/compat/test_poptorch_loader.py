@@ -32,7 +32,7 @@ def dataset(samples: int = 50) -> TensorDataset:
 
 
 def loader_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "penstock loader"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("penstock loader")]
 
 
 def end_soon() -> bool:

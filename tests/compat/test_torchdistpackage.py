@@ -120,7 +120,9 @@ def test_groups_of_experts_divide_the_data_groups(sizes: dict[str, int]) -> None
 
 def test_invalid_grids() -> None:
     with as_rank(0, 4, [("pipe", 4)]) as topology:
-        with pytest.raises(ps.PlanError, match="pipe 2 × tensor 3 needs 6 processes, but the world has 4"):
+        with pytest.raises(
+            ps.PlanError, match=r"\('pipe', 2\), \('tensor', 3\). needs 6 processes, but the world has 4"
+        ):
             topology.setup_process_groups([("pipe", 2), ("tensor", 3)])
         with pytest.raises(ps.PlanError, match="every dimension once"):
             topology.setup_process_groups([("pipe", 2), ("pipe", 2)])

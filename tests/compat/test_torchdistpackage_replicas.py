@@ -153,10 +153,6 @@ def naive(rank: int) -> None:
             (plain(batch(4, seed=r + 4 * first)).sum() / 4).backward()
         wrapped.reduce_gradients()
     assert_same(gradients(model), gradients(plain))
-    before = gradients(model)
-    with wrapped.no_sync():
-        (rank * wrapped(x).sum()).backward()
-    assert (gradients(model)["0.weight"].equal(before["0.weight"])) == (rank == 0)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="reduce_op must be 'avg' or 'sum', got 'max'"):
         NaiveDDP(model, reduce_op="max")
 

@@ -57,8 +57,6 @@ def test_errors_before_ranks_connect() -> None:
     for sizes, name in (((0, 2), "batch_size"), ((4, 2.0), "chunk_size"), ((None, 2), "batch_size")):
         with pytest.raises(ps.PlanError, match=f"{name} must be a whole number of samples from 1"):
             Varuna(Tower(), "0;", data(), *sizes)  # type: ignore[arg-type]
-    with pytest.raises(ps.PlanError, match=r"Varuna takes an nn.Module, got int"):
-        Varuna(3, "0;", data(), 4, 2)  # type: ignore[arg-type]
 
 
 def wrong(rank: int) -> None:

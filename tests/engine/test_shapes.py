@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -33,9 +32,7 @@ def propagation(module: nn.Module, state: CallerContext = PLAIN, grad: bool = Tr
 def both(module: nn.Module, value: Any, state: CallerContext = PLAIN) -> tuple[str, str]:
     """The inferred meta data of a value, and the module's real output."""
     (inferred,) = propagation(module, state).forward([meta(value)], 1)
-    with ExitStack() as stack:
-        for context in state.contexts():
-            stack.enter_context(context)
+    with state.entered():
         real = meta(module(value))
     return f"{inferred} {inferred.wants}", f"{real} {real.wants}"
 

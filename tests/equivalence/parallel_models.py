@@ -195,7 +195,7 @@ def shard_ties_equally(stage: nn.Module, mesh: ps.Mesh) -> None:
 
 
 def shard_first_tie_only(stage: nn.Module, mesh: ps.Mesh) -> None:
-    if mesh.is_first:
+    if mesh.pipe_rank == 0:
         shard_ties_equally(stage, mesh)
 
 

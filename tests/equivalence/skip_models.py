@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.split import Edge
-from penstock.split.chain import Groups, LayerChain, build_plan
+from penstock.split.plan import Groups, LayerChain, build_plan
 
 WIDTH = 6
 

@@ -22,7 +22,7 @@ from penstock.profile.costs import Link, SharedParameters
 from penstock.schedule.costs import Costs
 from penstock.schedule.registry import build
 from penstock.schedule.simulate import simulate
-from tests.support.published import PUBLISHED, UNKNOWN_STAGE_COUNT, Published, step_seconds
+from tests.support.published import PUBLISHED, UNKNOWN_STAGE_COUNT, Published, step_seconds, work_of
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -133,8 +133,8 @@ def test_the_ends_of_a_model() -> None:
     embed, head = costs.layers[0], costs.layers[-1]
     assert (embed.name, head.name) == ("embed", "head")
     assert embed.input_gradient == 0
-    assert 0 < embed.work < costs.layers[1].work / 10
-    assert head.work > costs.layers[1].work  # of a vocabulary of 128,256 words
+    assert 0 < work_of(embed) < work_of(costs.layers[1]) / 10
+    assert work_of(head) > work_of(costs.layers[1])  # of a vocabulary of 128,256 words
     assert costs.shared == ()
     assert embed.parameters == 2 * 128256 * 4096
 
@@ -298,7 +298,7 @@ def test_where_layers_do_not_come_out_even_the_ends_count_as_one_each() -> None:
     nothing = {"forward": 0.0, "input_gradient": 0.0, "weight_gradient": 0.0}
     ends = {0: replace(costs.layers[0], **nothing), 7: replace(costs.layers[7], **nothing)}
     costs = replace(costs, layers=tuple(ends.get(i, layer) for i, layer in enumerate(costs.layers)))
-    each = costs.layers[1].work
+    each = work_of(costs.layers[1])
     assert step_seconds(costs, 4, 8) == pytest.approx((8 * 2 + 1 + 2 + 1) * each, rel=1e-6)
     with pytest.raises(ps.PlanError, match="6 layers cannot be divided evenly among 5 ranks"):
         step_seconds(costs, 5, 8)
@@ -311,10 +311,10 @@ def test_a_step_by_hand() -> None:
     first, *inner, last = costs.layers
     nothing = {"forward": 0.0, "input_gradient": 0.0, "weight_gradient": 0.0}
     costs = replace(costs, layers=(replace(first, **nothing), *inner, replace(last, **nothing)))
-    each = 2 * costs.layers[1].work
+    each = 2 * work_of(costs.layers[1])
     assert step_seconds(costs, 4, 6) == pytest.approx(9 * each)
     assert step_seconds(costs, 4, 6, interleaved=2) == pytest.approx(7.5 * each)
-    again = 2 * (costs.layers[1].work + costs.layers[1].recompute)
+    again = 2 * (work_of(costs.layers[1]) + costs.layers[1].recompute)
     assert step_seconds(costs, 4, 6, recompute=True) == pytest.approx(9 * again)
     with pytest.raises(ps.PlanError, match="8 layers cannot be divided evenly among 3 ranks"):
         step_seconds(costs, 3, 6)

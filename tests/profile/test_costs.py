@@ -14,6 +14,7 @@ import pytest
 
 import penstock as ps
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Overhead, Profile, SharedParameters
+from tests.support.published import work_of
 
 
 def layer(name: str, **changed: Any) -> LayerCosts:
@@ -202,7 +203,7 @@ def test_the_costs_need_no_torch() -> None:
 def test_a_backward_that_was_not_measured_takes_as_long_as_both_halves() -> None:
     assert layer("x").full_backward == 5.0
     assert layer("x", backward=4.5).full_backward == 4.5
-    assert layer("x", backward=4.5).work == 5.5
+    assert work_of(layer("x", backward=4.5)) == 5.5
 
 
 def test_a_value_that_several_layers_of_a_stage_need_goes_there_once() -> None:

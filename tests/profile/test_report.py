@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.errors import ScheduleError
-from penstock.profile.report.advice import CAUSES, idle_times
-from penstock.profile.report.findings import analyze, memory_peak
+from penstock.profile.report.findings import CAUSES, analyze, idle_times, memory_peak
 from penstock.profile.trace.records import ActionRecord, RankRecord, StepRecord, WaitRecord
 from penstock.schedule import SCHEDULES, Costs, build, simulate
 from penstock.schedule.recompute import with_recompute

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.profile.report.advice import MIN_SAVING, Advice, advise, better_cut, recut
-from penstock.profile.report.findings import analyze
+from penstock.profile.report.findings import MIN_SAVING, Advice, advise, analyze, better_cut, recut
 from penstock.profile.trace.records import StepRecord, Track
 from penstock.schedule import Costs, auto, build, simulate
 from penstock.schedule.recompute import with_recompute

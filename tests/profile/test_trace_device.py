@@ -116,18 +116,6 @@ def test_actions_are_timed_where_they_run(world: World) -> None:
         assert backward.memory == forward.memory + 1_000
 
 
-def test_events_are_let_go_of_when_they_have_happened(world: World) -> None:
-    recorder = StepRecorder([GPU], None, 0, world.clock)
-    runner = program(world)
-    with recorder.run("step"):
-        recorder.run_program(runner)
-    world.synchronize()
-    with recorder.run("step"):
-        pass
-    assert not recorder.runs[0].programs[0].events
-    assert len(recorder.runs[0].programs[0].seconds) == 2
-
-
 def test_of_a_device_that_has_failed_the_hosts_times_are_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("the device has failed")

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PlanError
-from penstock.split.chain import build_plan
 from penstock.split.marks import Block, CutPoint, cut, cut_points
-from penstock.split.plan import run_stages
+from penstock.split.plan import build_plan, run_stages
 from penstock.split.trace.line import trace_chain
 from tests.split.trace_checks import assert_owned, assert_runs_as_plain, every_cut, untouched
 from tests.split.trace_models import Nested, Odd, Residual, Sample, UNet

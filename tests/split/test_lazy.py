@@ -274,27 +274,16 @@ def test_conversions_and_initialisers_reach_it() -> None:
     assert not any(layer.weight.any() for layer in other)
 
 
-def test_hooks_registered_before_are_called_and_can_be_removed() -> None:
-    def layer() -> nn.Module:
-        made = nn.Linear(4, 4)
-        made.register_forward_pre_hook(lambda *args: seen.append("fn's"))
-        return made
-
+def test_hooks_are_registered_after_the_build() -> None:
     seen: list[str] = []
-    lazy = Lazy(layer)
-    handles = [
-        lazy.register_forward_pre_hook(lambda *args: seen.append("before")),
-        lazy.register_forward_hook(lambda module, args, kwargs, output: seen.append("after"), with_kwargs=True),
-        lazy.register_full_backward_hook(lambda *args: seen.append("back")),
-    ]
-    for _ in range(2):
-        lazy(batch().requires_grad_()).sum().backward()
-    assert seen == ["fn's", "before", "after", "back"] * 2
-    for handle in handles:
-        handle.remove()
-    seen.clear()
-    lazy(batch().requires_grad_()).sum().backward()
-    assert seen == ["fn's"]
+    lazy = Lazy(lambda: nn.Linear(4, 4))
+    handle = lazy.register_forward_pre_hook(lambda *args: seen.append("before"))
+    with pytest.raises(ps.PlanError, match="before it was built"):
+        lazy(batch())
+    handle.remove()
+    lazy.build().register_forward_pre_hook(lambda *args: seen.append("after"))
+    lazy(batch())
+    assert seen == ["after"]
 
 
 def test_it_is_copied_and_pickled_before_and_after() -> None:
@@ -350,22 +339,14 @@ def test_data_that_fn_makes_anyway_is_not_kept_for_the_sizes() -> None:
 
 @pytest.mark.parametrize("wrong", [lambda: 3, lambda: None, lambda: nn.Linear], ids=["3", "None", "class"])
 def test_fn_must_return_a_module(wrong: Any) -> None:
-    with pytest.raises(ps.PlanError, match=r"must return an nn\.Module, but returned"):
+    with pytest.raises(ps.PlanError, match=r"must return an nn\.Module, not "):
         Lazy(wrong).build()
-    with pytest.raises(ps.PlanError, match=r"must return an nn\.Module, but returned"):
-        ps.split(nn.Sequential(Lazy(wrong)), stages=1)
 
 
 @pytest.mark.parametrize("wrong", [nn.Linear(2, 2), 3, None], ids=["module", "number", "None"])
 def test_a_function_is_needed(wrong: Any) -> None:
     with pytest.raises(ps.PlanError, match="Lazy takes a function that builds a layer"):
         Lazy(wrong)
-
-
-@pytest.mark.parametrize("wrong", ["1", 1.0, True])
-def test_a_seed_is_a_whole_number(wrong: Any) -> None:
-    with pytest.raises(ps.PlanError, match="seed"):
-        Lazy(nn.ReLU, seed=wrong)
 
 
 def test_a_failing_fn_says_where_and_may_be_tried_again() -> None:

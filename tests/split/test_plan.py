@@ -104,7 +104,7 @@ def test_without_a_model_it_says_how_to_get_one(tmp_path: Path) -> None:
 
 # 2 -> 5 wide, another number of layers, the same sizes under other names
 OTHERS = {
-    "wider": (model(5), r"stage 0.*15 parameters.*25"),
+    "wider": (model(5), r"stage 0.*parameters=15.*parameters=25"),
     "longer": (nn.Sequential(*model(), nn.ReLU()), r"4 layers.*has 5"),
     "renamed": (nn.Sequential(OrderedDict(zip("abcd", model(), strict=True))), r"0 1 2 3.*a b c d"),
 }

@@ -24,10 +24,10 @@ from penstock.split.skip import (
     Namespace,
     SkipError,
     SkipUseError,
-    _thread_stash,
     pop,
     skippable,
     stash,
+    stashed_values,
     verify_skippables,
 )
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step, snapshot
@@ -254,7 +254,7 @@ def test_in_a_plan_nothing_but_the_edge_holds_a_skip() -> None:
 
 def held() -> dict[Any, Any]:
     """Values stashed in this thread and not popped yet."""
-    return _thread_stash.values
+    return stashed_values()
 
 
 def test_a_call_that_fails_leaves_no_values_to_the_next() -> None:
@@ -491,8 +491,6 @@ def test_isolate_says_what_it_does_not_know() -> None:
         _stashed("a").isolate(Namespace(), only=["c"])
     with pytest.raises(ps.PlanError, match="only must be a list of names"):
         _stashed("a").isolate(Namespace(), only="a")
-    with pytest.raises(ps.PlanError, match=r"ps\.Namespace\(\)"):
-        _stashed("a").isolate("space")
 
 
 def test_isolation_is_of_one_layer_and_not_of_its_class() -> None:
@@ -647,13 +645,6 @@ def test_a_forward_must_do_what_it_declares() -> None:
         assert isinstance(raised.value, RuntimeError)
 
 
-def test_the_traceback_has_the_line_that_yields() -> None:
-    with pytest.raises(SkipUseError) as raised:
-        _layer(_pop_twice, pop=["a"])(torch.ones(2))
-    assert "no layer before it has stashed" in str(raised.value)
-    assert any(entry.name == "_pop_twice" for entry in raised.traceback)
-
-
 def test_a_pop_in_another_namespace_says_so() -> None:
     with pytest.raises(SkipUseError, match="has stashed that in its namespace"):
         nn.Sequential(_stashed("a"), _Popped("a").isolate(Namespace()))(torch.ones(2))
@@ -673,12 +664,7 @@ def test_a_layer_that_is_not_run_has_stashed_nothing() -> None:
         run_stages(plan, (batch(),), {})
 
 
-@pytest.mark.parametrize("wrong", ["a", [1], ["a", "a"]], ids=repr)
+@pytest.mark.parametrize("wrong", ["a", [1]], ids=repr)
 def test_names_are_a_list_of_names(wrong: Any) -> None:
     with pytest.raises(ps.PlanError, match="stash"):
         skippable(stash=wrong)
-
-
-def test_only_classes_of_modules_are_skippable() -> None:
-    with pytest.raises(ps.PlanError, match=r"class of nn\.Modules"):
-        skippable(stash=["a"])(nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PlanError
-from penstock.split.chain import build_plan
-from penstock.split.plan import Edge, Plan, run_stages
+from penstock.split.plan import Edge, Plan, build_plan, run_stages
 from penstock.split.trace.line import TraceChain
 from tests.split.trace_checks import assert_owned, assert_runs_as_plain, cut_everywhere, every_cut, line_of, untouched
 from tests.split.trace_models import (

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PlanError
-from penstock.split.chain import build_plan
 from penstock.split.marks import cut
-from penstock.split.plan import run_stages
+from penstock.split.plan import build_plan, run_stages
 from tests.split.trace_checks import assert_runs_as_plain, cut_everywhere, line_of, untouched
 from tests.split.trace_models import Nested, UNet
 

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 import penstock as ps
-from penstock.split.chain import build_plan
 from penstock.split.lazy import Lazy
 from penstock.split.marks import cut, groups_by_name
-from penstock.split.plan import run_stages
+from penstock.split.plan import build_plan, run_stages
 from tests.split.trace_checks import assert_owned, assert_runs_as_plain, cut_everywhere, every_cut, line_of
 from tests.split.trace_models import (
     Bare,

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from penstock.engine.shapes import FakeStage
 from penstock.errors import PlanError
 from penstock.split.balance import balance_stages
-from penstock.split.chain import CountedOutput, build_plan
-from penstock.split.check import check_plan
-from penstock.split.plan import Plan, run_stages
+from penstock.split.plan import Plan, build_plan, run_stages
+from penstock.split.sample import CountedOutput
 from penstock.split.trunk.line import find_trunk, trunk_chain
 from tests.split.trunk_models import assert_staged
 
@@ -314,7 +313,7 @@ def test_every_parameter_is_in_one_stage_or_a_tie(build: Callable[..., nn.Module
 
 @every_model
 def test_the_plan_checks_itself(build: Callable[..., nn.Module]) -> None:
-    assert check_plan(cut(seeded(build), 3), inputs(build))
+    assert cut(seeded(build), 3).check(inputs(build))
 
 
 @every_model

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from penstock.split.chain import CountedOutput
 from penstock.split.plan import run_stages
+from penstock.split.sample import CountedOutput
 from tests.split.trunk_models import WIDTH, Block, Trunked, Usual, assert_staged, cut, hidden, tokens, tril
 
 SIZES = [(4,), (2, 2), (1, 3), (3, 1), (1, 2, 1), (1, 1, 1, 1)]

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PlanError
-from penstock.split.chain import build_plan
-from penstock.split.plan import run_stages
+from penstock.split.plan import build_plan, run_stages
 from penstock.split.trunk.line import find_trunk, trunk_chain
 from tests.split.trunk_models import Block, Trunked, Usual, assert_staged, cut, hidden, tokens
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.split.chain import WholeModelChain
+from penstock.split.plan import WholeModelChain
 
 
 class Choosing(nn.Module):

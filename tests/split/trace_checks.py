@@ -12,8 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from penstock.split.chain import LayerChain, build_plan
-from penstock.split.plan import Plan, run_stages
+from penstock.split.plan import LayerChain, Plan, build_plan, run_stages
 from penstock.split.trace.line import TraceChain, trace_chain
 from tests.split.trace_models import Output
 

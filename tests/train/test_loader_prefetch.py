@@ -36,7 +36,7 @@ from tests.support.models import assert_same, threads_end
 
 
 def loader_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "penstock loader"}
+    return {thread for thread in threading.enumerate() if thread.name.startswith("penstock loader")}
 
 
 def soon(condition: Any, seconds: float = 10.0) -> bool:

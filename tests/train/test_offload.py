@@ -662,17 +662,14 @@ def test_a_forgotten_optimizer_is_refused() -> None:
 
 def test_invalid_options_are_refused() -> None:
     for options, message in [
-        ({"budget": "lots"}, r"Offload\(budget='lots'\) is not a size"),
+        ({"budget": "lots"}, "budget='lots' is not a size"),
         ({"budget": -1}, r"budget=-1"),
         ({"budget": 0}, r"budget=0"),
         ({"budget": True}, r"budget=True"),
         ({"bucket": "3 parsecs"}, r"bucket='3 parsecs'"),
         ({"bucket": None}, r"bucket=None"),
         ({"optimizer": False, "activations": False}, "leave offload out"),
-        ({"weights": 1}, "say True or False"),
         ({"activations": False, "budget": "2GiB"}, "activations=False"),
-        ({"optimizer": 1}, "say True or False"),
-        ({"activations": None}, "say True or False"),
     ]:
         with pytest.raises(PlanError, match=message):
             Offload(**options)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.train import progress as module
-from penstock.train.result import StepTotals
+from penstock.train.pipeline import StepTotals
 from tests.support.ranks import Ranks
 
 LINE = re.compile(r"(?:(\S+)  )?step (\d+)(?:/(\d+))?  loss (\S+)  (\S+) samples/s  bubble (\S+)%")
@@ -76,14 +76,14 @@ def test_steps_per_second_without_a_pipeline(capsys: pytest.CaptureFixture[str])
 def test_several_steps_of_the_pipeline_in_a_step_of_the_loop() -> None:
     """As where gradients of several mini-batches are added up: all samples count."""
     with pipeline() as pipe:
-        loop = module._LoopStats(pipe, None, "")
+        loop = module._Loop(pipe, None, "")
         for _ in range(3):
             for x, y in data(2):
                 pipe.step(x, y)
             loop.step()
         assert loop.measured(pipe)[0].samples == 16  # of the second and third: the first is slow
         loop.first_step_end = time.monotonic() - 8
-        assert loop.numbers()[1] == "2 samples/s"
+        assert "  2 samples/s" in loop.text("")
         pipe.evaluate(torch.ones(4, 2))
         assert loop.measured(pipe)[0].samples == 16
 
@@ -109,13 +109,6 @@ def test_summary_of_a_loop_that_is_left_or_fails(capsys: pytest.CaptureFixture[s
         with pytest.raises(RuntimeError, match="no more"):
             next(loop)
         assert [LAST.fullmatch(line)[2] for line in lines(capsys)] == ["1"]
-
-
-def test_invalid_arguments() -> None:
-    wrong: Any
-    for wrong in (0, -1, 1.5, True, "3"):
-        with pytest.raises(ps.PlanError, match="every must be a number of steps"):
-            ps.progress([], every=wrong)
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ try:
 except ImportError:  # before typer had its own copy of click
     from click import ClickException as TyperException  # type: ignore[assignment]
 
-from penstock import __version__
 from penstock.errors import PenstockError
+from penstock.version import __version__
 
 _COMMANDS = {
     "schedule": "Draw, write or verify a pipeline schedule.",

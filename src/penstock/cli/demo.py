@@ -35,7 +35,7 @@ from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.schedule import Costs, simulate
 from penstock.schedule.provider import ScheduleProvider
 from penstock.train.launch import usable_cores
-from penstock.train.result import StepTotals
+from penstock.train.pipeline import StepTotals
 from penstock.viz import count_noun, print_schedule
 
 _EXAMPLES = """\

@@ -21,7 +21,6 @@ __all__ = ["main"]
 
 USAGE = f"""usage: python -m penstock.compat.alias SYSTEM … -- program.py [argument …]
        python -m penstock.compat.alias SYSTEM … -- -m module [argument …]
-       python -m penstock.compat.alias SYSTEM … -- -c code [argument …]
 systems: {", ".join(SYSTEMS)}"""
 
 SHIM = """from penstock.compat import install
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     """Install the systems named before ``--``, and run the program after it as Python would."""
     separator = arguments.index("--") if "--" in arguments else len(arguments)
     systems, program = list(arguments[:separator]), list(arguments[separator + 1 :])
-    if not systems or not program or program in (["-m"], ["-c"]):
+    if not systems or not program or program == ["-m"]:
         print(USAGE, file=sys.stderr)
         return 2
     try:
@@ -52,9 +51,6 @@ def main(arguments: Sequence[str]) -> int:
         if program[0] == "-m":
             sys.argv, sys.path[0] = program[1:], os.getcwd()
             runpy.run_module(_unload(program[1]), run_name="__main__", alter_sys=True)
-        elif program[0] == "-c":
-            sys.argv, sys.path[0] = ["-c", *program[2:]], ""
-            exec(compile(program[1], "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
         else:
             sys.argv, sys.path[0] = program, str(Path(program[0]).resolve().parent)
             runpy.run_path(program[0], run_name="__main__")

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from penstock.engine.channel.base import Channel, Endpoint, Group, WaitTimer, open_group, uses_nccl
-from penstock.engine.channel.dynamic import DynamicBackwardChannel, DynamicEndpoints, DynamicForwardChannel
+from penstock.engine.channel.dynamic import DynamicBackwardChannel, DynamicEndpoint, DynamicForwardChannel
 from penstock.engine.channel.local import LocalChannel
 from penstock.engine.channel.process import BackwardChannel, ForwardChannel
 from penstock.engine.failure.sockets import abort_nccl
@@ -95,10 +95,6 @@ class Connections:
                     endpoints[a, b, direction].connect(sender=self.rank == a)
         return endpoints
 
-    @property
-    def closed(self) -> bool:
-        return not self.groups
-
     def close(self) -> None:
         """Leave all groups, after everything else has dropped its references to them."""
         abort_nccl([group for group in self.groups if group.name() == "nccl"])
@@ -146,7 +142,6 @@ class ProgramCache:
         self._programs: dict[tuple[int, bool, bool], LoweredProgram] = {}
 
     def get(self, header: StepHeader) -> RankProgram:
-        """The program for an announced mini-batch."""
         kind: Hashable = header.number
         if self.dynamic:
             kind = (len(header.sizes), header.training, header.caller_loss)
@@ -179,7 +174,7 @@ class ProgramCache:
 
     def _channels(self, header: StepHeader, endpoints: Endpoints) -> tuple[dict[Edge, Channel], dict[Edge, Channel]]:
         count = len(header.sizes)
-        dynamic = DynamicEndpoints(endpoints, self.staged) if self.dynamic else None
+        dynamic = {key: DynamicEndpoint(endpoint, self.staged[key]) for key, endpoint in endpoints.items()}
         forward: dict[Edge, Channel] = {}
         backward: dict[Edge, Channel] = {}
         for src, dst in self.edges:
@@ -190,19 +185,18 @@ class ProgramCache:
                 forward[src, dst] = LocalChannel(count, self.device, self.device)
                 backward[dst, src] = LocalChannel(count, self.device, self.device)
                 continue
-            if dynamic is not None:
-                forward[src, dst] = DynamicForwardChannel(dynamic, (a, b, "F"), f"stage {src}")
-                backward[dst, src] = DynamicBackwardChannel(dynamic, (b, a, "B"), f"stage {dst}")
+            if self.dynamic:
+                forward[src, dst] = DynamicForwardChannel(dynamic[a, b, "F"], f"stage {src}", dynamic.values())
+                backward[dst, src] = DynamicBackwardChannel(dynamic[b, a, "B"], f"stage {dst}", dynamic.values())
                 continue
-            metas = header.metas((src, dst))
+            metas = [header.crossing[src, dst][kind] for kind in header.kinds]  # per micro-batch
             forward[src, dst] = ForwardChannel(endpoints[a, b, "F"], f"stage {src}", metas)
             if header.training:
-                present = header.present((src, dst))
+                present = [header.gradients[src, dst][kind] for kind in header.kinds]
                 backward[dst, src] = BackwardChannel(endpoints[b, a, "B"], f"stage {dst}", metas, present)
         return forward, backward
 
     def reschedule(self, source: ScheduleProvider) -> None:
-        """Drop the programs of another order."""
         self._clear()
         self._programs.clear()
         self.source = source

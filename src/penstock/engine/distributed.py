@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +17,9 @@ from penstock.engine.channel.base import ChannelError, WaitTimer, uses_nccl
 from penstock.engine.channel.control import NORM, NUMBER, STATE, STEP, TRACE, ControlChannel
 from penstock.engine.connections import Connections, MeshCoordinates, ProgramCache
 from penstock.engine.executor import Executor, PipelineCall, apply_call, with_training_modes
-from penstock.engine.failure.rendezvous import Rendezvous, pipeline_config
 from penstock.engine.failure.status import LOSS, NEXT_BATCH, REDUCE_GRADS
-from penstock.engine.failure.watch import PipelineStopped
-from penstock.engine.forward_context import caller_context
+from penstock.engine.failure.watch import PipelineStopped, Rendezvous, pipeline_config
+from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import Outputs, StepOutcome, check_joinable
 from penstock.engine.message import BorrowedInputs, Message, backward_inputs, flatten, input_edges, unflatten
 from penstock.engine.microbatch import split_inputs, split_targets
@@ -64,11 +62,9 @@ class DistributedExecutor(Executor):
         mesh: MeshCoordinates,
         rendezvous: Rendezvous,
         options: Mapping[str, Any],
-        *,
-        fp32_gradients: bool = False,
-        loss_parameters: Sequence[nn.Parameter] = (),
+        **gradients: Any,
     ) -> None:
-        super().__init__(plan, stages, source, fp32_gradients=fp32_gradients, loss_parameters=loss_parameters)
+        super().__init__(plan, stages, source, **gradients)
         self.ended: PipelineError | None = None  # why it has stopped
         self.mesh = mesh
         self.rank = mesh.pipe_rank
@@ -84,10 +80,8 @@ class DistributedExecutor(Executor):
         self.watch.set_limits(*options["timeout"])
         self.connections = Connections(mesh, self.watch, self.wait_timer)
         host = torch.device("cpu")
-        self.control = ControlChannel(
-            self.connections.group("control", range(len(self.ranks)), host), self.ranks, self.status
-        )
-        self.control.wait_timer = self.wait_timer
+        control = self.connections.group("control", range(len(self.ranks)), host)
+        self.control = ControlChannel(control, self.ranks, self.status, self.wait_timer)
         self.replicas = self.connections.replicas("data")
         self.tensor_parallel = self.connections.replicas("tensor")
         endpoints = self.connections.endpoints(self.edges, self.placement, "", self.device)
@@ -116,7 +110,6 @@ class DistributedExecutor(Executor):
             if self.loss is not None:
                 self.loss.replicas = self.replicas
         self.status.phase = NEXT_BATCH
-        rendezvous.timeout = math.inf
 
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -209,18 +202,23 @@ class DistributedExecutor(Executor):
         program = self.programs.get(header)
         io = program.io
         io.grads = [()] * len(messages) if messages else None
-        begin_run(self.stages.values(), caller_context(), len(header.sizes), run_name)
-        self.status.runner, self.status.phase = program.runner, REDUCE_GRADS
+        with BorrowedInputs(messages) as io.inputs:
+            self.run(program.runner, caller_context(), len(header.sizes), run_name, grad=grad)
+        grads, io.inputs, io.grads = io.grads, [], None
+        return grads
+
+    def run(self, runner: Runner, context: CallerContext, microbatches: int, run_name: str, *, grad: bool) -> None:
+        stages = self.stages.values()
+        begin_run(stages, context, microbatches, run_name)
+        self.status.runner, self.status.phase = runner, REDUCE_GRADS
         try:
-            with torch.set_grad_enabled(grad), BorrowedInputs(messages) as io.inputs:
-                self.recorded(program.runner)()
+            with torch.set_grad_enabled(grad):
+                self.recorded(runner)()
         finally:
             if self.weights is not None:
                 self.weights.end_run()
-        for stage in self.stages.values():
+        for stage in stages:
             stage.microbatches = ()
-        grads, io.inputs, io.grads = io.grads, [], None
-        return grads
 
     def gather_shards(self) -> None:
         """Before a run: gather the parameters of stages that FSDP shards over the replicas."""
@@ -335,27 +333,25 @@ class DistributedExecutor(Executor):
                 with suppress(RuntimeError):  # the store may be gone
                     self.rendezvous.publish({"left": True})
             return [part()], f"rank {self.mesh.rank} left it by {type(error).__name__}: {error}".splitlines()[0]
-        ends = self.guarded(lambda: self.rendezvous.gather({"left": False}, "until this trace is ended by"))
+        end_here, how = {"left": False}, "until this trace is ended by"
+        ends = self.guarded(lambda: self.rendezvous.gather(end_here, how, limited=False))
         for rank, end in zip(self.mesh.world_ranks, ends, strict=True):
             if end["left"]:
                 return [part()], f"rank {rank} left it by an error"
         offset = self._clock_offset(recorder)
         recorder.aligned.end = (recorder.elapsed(), offset)
-        return self.guarded(lambda: self._gather_parts(part())), None
+        with self.control.in_call(TRACE):
+            parts: list[T] = self.guarded(lambda: self.control.gather(part()))
+        for group in (self.tensor_parallel, self.replicas):  # in the order of the replicas and of their ranks
+            if group is not None:
+                rows = self.guarded(partial(group.control.gather, parts))
+                parts = [one for row in rows for one in row]
+        return parts, None
 
     def _clock_offset(self, recorder: StepRecorder) -> Any:
         data, tensor = (None if group is None else group.control for group in (self.replicas, self.tensor_parallel))
         with self.control.in_call(TRACE):
             return self.guarded(lambda: measure_clock_offset(self.control, data, tensor, recorder.elapsed))
-
-    def _gather_parts(self, part: T) -> list[T]:
-        """Every process's part, on every one of them, in the order of the replicas and of their ranks."""
-        with self.control.in_call(TRACE):
-            parts: list[T] = self.control.gather(part)
-        for group in (self.tensor_parallel, self.replicas):
-            if group is not None:
-                parts = [one for row in group.control.gather(parts) for one in row]
-        return parts
 
     # ── failures and end of life ─────────────────────────────────────────────────────────────────────────────
 
@@ -395,7 +391,7 @@ class DistributedExecutor(Executor):
 
     @property
     def closed(self) -> bool:
-        return self.connections.closed and self.ended is None
+        return not self.connections.groups and self.ended is None
 
     def exit(self, error: BaseException | None) -> None:
         self.watch.on_exit(error)
@@ -403,7 +399,7 @@ class DistributedExecutor(Executor):
 
     def close(self) -> None:
         """Leave the channels. Ranks that still wait for this one learn of it at once."""
-        if self.connections.closed:
+        if not self.connections.groups:
             return
         self.watch.stop()
         self.programs.close()
@@ -464,7 +460,7 @@ class _PendingBackward(PipelineCall):
             if executor.reducer is not None:
                 executor.reducer.begin()
             executor.gather_shards()
-            self._run(self.halves[0], grad=True)
+            executor.run(self.halves[0], self.context, self.count, self.run_name, grad=True)
         outputs = [message for message in io.outputs or () if message is not None]
         io.inputs, io.outputs = [], None
         if loss is not None:
@@ -479,19 +475,9 @@ class _PendingBackward(PipelineCall):
         io.seed = seeds.__getitem__
         io.grads = [()] * self.count
         with executor.accumulating(), with_training_modes(self.modes), executor.ties.reducing():
-            self._run(self.halves[1], grad=False)
+            executor.run(self.halves[1], self.context, self.count, self.run_name, grad=False)
             if executor.reducer is not None:
                 executor.reducer.finish()
         grads, io.grads, io.seed = io.grads, None, None
         executor.pending = None
         return grads
-
-    def _run(self, runner: Runner, *, grad: bool) -> None:
-        executor = self.executor
-        stages = executor.stages.values()
-        begin_run(stages, self.context, self.count, self.run_name)
-        executor.status.runner, executor.status.phase = runner, REDUCE_GRADS
-        with torch.set_grad_enabled(grad):
-            executor.recorded(runner)()
-        for stage in stages:
-            stage.microbatches = ()

@@ -61,6 +61,8 @@ class Executor(ABC):
         self.stages: Mapping[int, StageEngine] = {stage.index: stage for stage in stages}
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.last_stage = plan.num_stages - 1
+        last = self.stages.get(self.last_stage)
+        self.loss: LossAndOutputs | None = None if last is None else last.loss  # on the rank of the last stage
         self.num_runs = {"step": 0, "call": 0}
         self.norms = deferred_statistics_of(self.stages)
         self.weights = next((stage.weights for stage in stages if stage.weights is not None), None)
@@ -72,20 +74,9 @@ class Executor(ABC):
         self.loss_parameters = loss_parameters
         self._rescales: bool | None = None  # whether the loss returns counts that rescale gradients; None: unknown
 
-    @property
-    def loss(self) -> LossAndOutputs | None:
-        """Loss and outputs, on the rank of the last stage."""
-        stage = self.stages.get(self.last_stage)
-        return None if stage is None else stage.loss
-
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def parameters(self) -> Iterable[nn.Parameter]:
         """The parameters of this process's stages, each once."""
-        seen: set[int] = set()
-        for stage in self.stages.values():
-            for parameter in stage.module.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+        return {id(p): p for stage in self.stages.values() for p in stage.module.parameters()}.values()
 
     def next_run_name(self, *, training: bool) -> str:
         """A name for a run, from which seeds derive; steps and other calls are counted separately."""
@@ -100,19 +91,18 @@ class Executor(ABC):
 
         After a failure, parameters that had no gradient before have none.
         """
-        with self.weights_in_use(), nullcontext() if self.fp32 is None else self.fp32:
-            # Gradients of earlier steps are kept apart, unless the loss is known not to rescale this step's.
-            apart = self._rescales is not False or self.replicas is not None
-            stash = GradStash((*self.parameters(), *self.loss_parameters), apart=apart)
+        # Gradients of earlier steps are kept apart, unless the loss is known not to rescale this step's.
+        apart = self._rescales is not False or self.replicas is not None
+        parameters = (*self.parameters(), *self.loss_parameters)
+        with self.weights_in_use(), self.fp32 or nullcontext(), GradStash(parameters, apart=apart) as stash:
             try:
                 outcome = self._train(value, targets, outputs)
             except BaseException:
                 if self.weights is not None:
                     self.weights.end_run()
-                stash.restore()
                 raise
+            stash.factor = outcome.factor
             self._rescales = outcome.factor is not None
-            stash.add_back(outcome.factor)
         return outcome
 
     @abstractmethod
@@ -123,7 +113,6 @@ class Executor(ABC):
         """The outputs of one mini-batch without a graph, and its loss where there are targets and ``loss`` is set."""
 
     def stream(self, values: Iterable[Any]) -> Iterator[Any]:
-        """The outputs of many mini-batches, in order."""
         for value in values:
             with torch.no_grad(), self.weights_in_use():
                 outputs = self.evaluate(value, None, "all", loss=False).outputs
@@ -133,9 +122,9 @@ class Executor(ABC):
     def call(self, value: Any) -> Any:
         """``pipe(x)`` with gradients: the outputs in the caller's autograd graph."""
 
-    @abstractmethod
     def forward(self, value: Any) -> Any:
         """``pipe.forward(x)``: like ``call``; under a mesh the other ranks wait for the caller's backward."""
+        return self.call(value)
 
     def set_lockstep(self, value: bool) -> None:
         """Whether, in forward-only runs, a stage starts its next forward only when its last output is taken."""
@@ -152,14 +141,8 @@ class Executor(ABC):
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Around a backward that adds to ``.grad``; one that fails leaves no gradient where there was none."""
-        with nullcontext() if self.fp32 is None else self.fp32:
-            stash = GradStash(self.parameters(), apart=self.replicas is not None)
-            try:
-                yield
-            except BaseException:
-                stash.restore()
-                raise
-            stash.add_back(None)
+        with self.fp32 or nullcontext(), GradStash(self.parameters(), apart=self.replicas is not None):
+            yield
 
     def weights_in_use(self) -> AbstractContextManager[None]:
         """Around a run: weights that live on the host are moved to their devices as stages need them."""
@@ -204,7 +187,6 @@ class Executor(ABC):
         return nullcontext() if recorder is None else recorder.span(name)
 
     def recorded(self, runner: Runner) -> Callable[[], None]:
-        """Runs a program, recorded or not."""
         recorder = self.current_recorder
         return runner.run if recorder is None else partial(recorder.run_program, runner)
 
@@ -241,31 +223,33 @@ class Executor(ABC):
 
 
 class GradStash:
-    """The gradients from before a step.
+    """Around a step: the gradients from before it are added to the step's, or restored if it fails.
 
     ``apart``: existing gradients are removed from ``.grad`` during the step, because a loss that returns counts
     rescales what the step adds.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, apart: bool) -> None:
+        self.parameters, self.apart = parameters, apart
         self.before: dict[nn.Parameter, Tensor | None] = {}
-        for parameter in parameters:
+        self.factor: float | None = None  # what the step's gradients are multiplied by; None: nothing
+
+    def __enter__(self) -> GradStash:
+        for parameter in self.parameters:
             if parameter.grad is None:
                 self.before[parameter] = None
-            elif apart:
+            elif self.apart:
                 self.before[parameter] = parameter.grad
                 parameter.grad = None
+        return self
 
-    def restore(self) -> None:
-        """Undo a step that failed."""
-        for parameter, grad in self.before.items():
-            parameter.grad = grad
-
-    def add_back(self, factor: float | None) -> None:
-        """Multiply the step's gradients by ``factor`` (None: leave them), and add those from before."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for parameter, before in self.before.items():
-            if factor is not None and parameter.grad is not None:
-                parameter.grad.mul_(factor)
+            if error is not None:
+                parameter.grad = before
+                continue
+            if self.factor is not None and parameter.grad is not None:
+                parameter.grad.mul_(self.factor)
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
@@ -318,7 +302,15 @@ class _PipelineFunction(torch.autograd.Function):
         leaves, spec, _, _ = outputs[0]
         if any(message.spec != spec for message in outputs):
             raise PlanError("the outputs of the micro-batches have different structures and cannot be joined")
-        joined: list[Any] = [_join_outputs([message.leaves[i] for message in outputs]) for i in range(len(leaves))]
+        columns = list(zip(*(message.leaves for message in outputs), strict=True))
+        for column in columns:  # in a list of plain values, a tensor would lose its graph
+            if len({isinstance(leaf, Tensor) for leaf in column}) > 1:
+                kinds = " or a ".join(sorted({type(leaf).__name__ for leaf in column}))
+                raise PlanError(
+                    f"an output of the model is a {kinds}, depending on the micro-batch, and cannot be joined with "
+                    "gradients: return the same kinds for all of them, or use step()"
+                )
+        joined: list[Any] = [join(column) for column in columns]
         call.template = ([leaf if isinstance(leaf, Tensor) else joined[i] for i, leaf in enumerate(leaves)], spec)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         ctx.call = call
@@ -339,17 +331,6 @@ class _PipelineFunction(torch.autograd.Function):
         input_grads, parameter_grads = call.backward(seeds)
         flat = [grad for row in input_grads for grad in row]
         return None, None, *flat, *(parameter_grads.get(id(p)) for p in call.parameters)
-
-
-def _join_outputs(column: Sequence[Any]) -> Any:
-    """One output of all micro-batches, joined; in a list of plain values, a tensor would lose its graph."""
-    if len({isinstance(leaf, Tensor) for leaf in column}) > 1:
-        kinds = " or a ".join(sorted({type(leaf).__name__ for leaf in column}))
-        raise PlanError(
-            f"an output of the model is a {kinds}, depending on the micro-batch, and cannot be joined with gradients: "
-            "return the same kinds for all of them, or use step()"
-        )
-    return join(column)
 
 
 def _split_grad(grad: Tensor | None, shapes: Sequence[torch.Size]) -> Sequence[Tensor | None]:

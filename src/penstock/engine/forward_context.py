@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,26 +78,14 @@ class CallerContext:
     def __bool__(self) -> bool:
         return bool(self.autocast) or self.device is not None
 
-    def contexts(self) -> list[AbstractContextManager[object]]:
-        autocasts = [torch.autocast(kind, dtype, cache_enabled=cache) for kind, dtype, cache in self.autocast]
-        return [*autocasts, *([] if self.device is None else [self.device])]
-
-
-class ReentrantContext:
-    """A ``CallerContext`` that a stage enters again for each forward."""
-
-    def __init__(self, context: CallerContext) -> None:
-        self.context = context
-        self.stacks: list[ExitStack] = []
-
-    def __enter__(self) -> None:
+    def entered(self) -> ExitStack:
+        """A context manager, in which autocast and default device are set."""
         stack = ExitStack()
-        for context in self.context.contexts():
-            stack.enter_context(context)
-        self.stacks.append(stack)
-
-    def __exit__(self, *error: Any) -> None:
-        self.stacks.pop().__exit__(*error)
+        for kind, dtype, cache in self.autocast:
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))
+        if self.device is not None:
+            stack.enter_context(self.device)
+        return stack
 
 
 def caller_context() -> CallerContext:

@@ -18,8 +18,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from penstock.engine.message import detach_tensors, flatten, unflatten
 from penstock.engine.microbatch import can_join, join
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.errors import PlanError
-from penstock.split.chain import CountedOutput
+from penstock.split.sample import CountedOutput
 
 # ── loss functions ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -193,8 +192,7 @@ def check_joinable(outputs: Sequence[Sequence[Any]], sizes: Sequence[int]) -> No
         lengths = [len(x) for x in column]
         if set(lengths) == {1} or len(set(zip(sizes, lengths, strict=True))) > len(set(sizes)):
             continue  # one entry per micro-batch, such as a loss
-        per_sample = {Fraction(length, size) for length, size in zip(lengths, sizes, strict=True)}
-        if len(per_sample) > 1 or lengths[0] % sizes[0]:
+        if lengths != [lengths[0] // sizes[0] * size for size in sizes]:
             raise PlanError(
                 f"outputs of micro-batches of {list(sizes)} samples have {lengths} entries along their first "
                 "dimension, and cannot be joined there: return outputs with the samples first, or, for a step, say "
@@ -262,24 +260,25 @@ class ModelLoss:
         return torch.where(count > 0, losses * count, 0.0).sum() / count.sum()
 
 
+@dataclass(eq=False)
 class LossAndOutputs:
     """The end of the last stage: called with each micro-batch's output, in training and in evaluation."""
 
-    def __init__(self, rule: LossRule) -> None:
-        self.rule = rule
-        self.scale = 1.0  # of the gradients, not of the loss
-        self.kept: KeptOutputs | None = None
-        self.training = False
-        self.wants_loss = False
-        self.batch = 0
-        self.targets: Sequence[Any] = ()
-        self.sizes: Sequence[int] = ()
-        self.weights: Sequence[float | Tensor] = ()
-        self.replicas: ReplicaGroup | None = None  # where the mini-batch is split over replicas
-        self.pending: PendingSum | None = None  # samples and denominator over all replicas, not yet received
-        self.losses: list[Tensor | None] = []
-        self.counts: list[Any] = []  # of losses that are sums: the total is divided by their sum
-        self.model_loss = ModelLoss(())
+    rule: LossRule
+    scale: float = 1.0  # of the gradients, not of the loss
+    replicas: ReplicaGroup | None = None  # where the mini-batch is split over replicas
+    # Of the current mini-batch:
+    training: bool = False
+    wants_loss: bool = False
+    batch: int = 0
+    targets: Sequence[Any] = ()
+    sizes: Sequence[int] = ()
+    weights: Sequence[float | Tensor] = ()
+    kept: KeptOutputs | None = None
+    pending: PendingSum | None = None  # samples and denominator over all replicas, not yet received
+    losses: list[Tensor | None] = field(default_factory=list)
+    counts: list[Any] = field(default_factory=list)  # of losses that are sums: the total is divided by their sum
+    model_loss: ModelLoss = field(default_factory=lambda: ModelLoss(()))
 
     def begin(
         self, sizes: Sequence[int], targets: Sequence[Any] | None, outputs: Outputs, *, training: bool = False

@@ -48,7 +48,6 @@ def unflatten(leaves: list[Any], spec: Spec) -> Any:
 
 
 def detach_tensors(value: Any) -> Any:
-    """The value with all of its tensors detached."""
     leaves, spec = flatten(value)
     return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
@@ -224,34 +223,26 @@ def _check_no_hidden_tensors(leaf: Any, stage: int) -> None:
 
 def detach_outputs_per_edge(
     outputs: Any, count: int, stage: int | None = None
-) -> tuple[list[Message | None], list[GradientEdge]]:
-    """One message for each edge out of the stage, and the gradient edges of all of them."""
+) -> tuple[list[Message], Sequence[GradientEdge]]:
+    """One message for each of ``count`` edges out of the stage, and the gradient edges of all; at least one message."""
+    if count <= 1:
+        message, edges = detach_outputs(outputs, stage=stage)
+        return [message], edges
     if not isinstance(outputs, tuple) or len(outputs) != count:
         found = f"{len(outputs)} values" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
         raise PlanError(f"a stage with {count} edges to later stages gave {found}: give a tuple with a value for each")
     parts = [detach_outputs(output, stage=stage) for output in outputs]
-    tensors = [[x for x in message.leaves if isinstance(x, Tensor)] for message, _ in parts]
-    uses = Counter(storage for row in tensors for storage in {_storage_key(x) for x in row})
-    messages: list[Message | None] = []
-    for message, _ in parts:
-        elsewhere = [i for i, x in enumerate(message.leaves) if isinstance(x, Tensor) and uses[_storage_key(x)] > 1]
-        shared = sorted({*elsewhere, *message.shared})
-        messages.append(message._replace(shared=shared) if elsewhere else message)
-    return messages, [root for _, roots in parts for root in roots]
+    return mark_shared([message for message, _ in parts]), [root for _, roots in parts for root in roots]
 
 
-def mark_shared(messages: Iterable[Message | None], shared: Iterable[Tensor]) -> list[Message | None]:
-    """The messages, in which leaves that use the memory of ``shared`` inputs are marked as shared too."""
-    memory = {_storage_key(x) for x in shared}
-    if not memory:
-        return list(messages)
-    marked: list[Message | None] = []
-    for message in messages:
-        if message is not None:
-            on = [i for i, x in enumerate(message.leaves) if isinstance(x, Tensor) and _storage_key(x) in memory]
-            message = message._replace(shared=sorted({*on, *message.shared})) if on else message
-        marked.append(message)
-    return marked
+def mark_shared(messages: Sequence[Message], inputs: Sequence[Tensor] = ()) -> list[Message]:
+    """Mark leaves that use the memory of other leaves, of any of the messages, or of ``inputs``."""
+    shared = set(overlapping_leaves([*inputs, *(leaf for message in messages for leaf in message.leaves)]))
+    starts = accumulate((len(message.leaves) for message in messages), initial=len(inputs))
+    return [
+        message._replace(shared=[i for i in range(len(message.leaves)) if start + i in shared])
+        for message, start in zip(messages, starts, strict=False)
+    ]
 
 
 def overlapping_leaves(leaves: Sequence[Any]) -> Sequence[int]:
@@ -261,11 +252,6 @@ def overlapping_leaves(leaves: Sequence[Any]) -> Sequence[int]:
         return ()
     uses = Counter(storage for _, storage in dense)
     return [i for i, storage in dense if uses[storage] > 1]
-
-
-def _storage_key(tensor: Tensor) -> int:
-    """Identifies the memory of a tensor; a sparse tensor counts as its own."""
-    return id(tensor) if tensor.layout is not torch.strided else storage_id(tensor)
 
 
 # ── messages without their data: shapes, dtypes and structure, known before anything is sent ─────────────────────
@@ -324,6 +310,21 @@ class MessageMeta:
     def tensors(self) -> list[TensorMeta]:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
 
+    def matches(self, message: Message) -> bool:
+        """Whether a message is described by this, but for shared leaves and the order of dimensions in memory."""
+        leaves, spec, wants, _ = message
+        if len(leaves) != len(self.leaves) or spec != self.spec or tuple(wants) != self.wants:
+            return False
+        for leaf, meta in zip(leaves, self.leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                if not isinstance(meta, TensorMeta) or leaf.shape != meta.shape:
+                    return False
+                if leaf.dtype is not meta.dtype or leaf.layout is not meta.layout:
+                    return False
+            elif leaf is not meta and (type(leaf) is not type(meta) or leaf != meta):
+                return False
+        return True
+
     def to_message(self, tensors: Iterable[Tensor]) -> Message:
         """The message with these tensors, which are as they were sent."""
         sent = iter(tensors)
@@ -341,7 +342,6 @@ def _unpickle_meta(
 
 
 def meta_of(message: Message) -> MessageMeta:
-    """The description of a message."""
     leaves, spec, wants, shared = message
     metas = list(leaves)
     for i, x in enumerate(leaves):

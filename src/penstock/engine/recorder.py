@@ -3,13 +3,12 @@
 Without a recorder a program runs as it is. With one, the clock is read before each of its calls and sends are measured
 in bytes; who waited for whom, and how long, is computed from that after the step.
 
-On a GPU the host's clock tells when work was launched. Two events per action tell when it ran; they are read once they
-have happened, and nothing waits for them inside a step.
+On a GPU the host's clock tells when work was launched. Two events per action tell when it ran; they are read at the
+end, and nothing waits for them inside a step.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -55,9 +54,7 @@ class DeviceClock:
         return max((len(marks) - 1 for marks in self.marks.values()), default=0)
 
     def stamp(self, device: torch.device) -> Any:
-        """An event after all work launched so far; None for a CPU."""
-        if device.type != "cuda":
-            return None
+        """An event after all work launched so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
@@ -328,26 +325,22 @@ class StepRecorder:
         self.now: RecordedRun | None = None  # the current run, if it is recorded
         self.saved: dict[int, int] = {}  # bytes that a stage's graph saves of one micro-batch
         self.devices = DeviceClock(devices, clock)
-        self._pending: deque[tuple[RecordedRun, ProgramRecord]] = deque()  # with events that were not read yet
         self.begin = clock()
         self.aligned = AlignedClock()
 
     def elapsed(self) -> int:
-        """Nanoseconds since the recorder was made."""
         return self.clock() - self.begin
 
     @contextmanager
     def run(self, kind: str) -> Iterator[None]:
         """Around one mini-batch: record it, unless it is skipped or beyond the last."""
         counts = kind != "backward"
+        skipped = counts and (self.skip > 0 or self.remaining == 0)
         if counts and self.skip:
             self.skip -= 1
+        if skipped or self.now is not None:
             yield
             return
-        if self.now is not None or (counts and self.remaining == 0):
-            yield
-            return
-        self._read_events(done=False)
         self.now = run = RecordedRun(kind, self.clock(), mark=self.devices.mark())
         self.runs.append(run)
         try:
@@ -358,7 +351,6 @@ class StepRecorder:
         finally:
             run.end = self.clock()
             self.now = None
-            self._pending.extend((run, program) for program in run.programs if program.events)
             if counts and self.remaining is not None:
                 self.remaining -= 1
 
@@ -397,25 +389,18 @@ class StepRecorder:
     def finish(self, error: BaseException | None = None) -> None:
         """Stop recording, and wait for the GPUs. After an error, one that cannot be asked is left out."""
         self.remaining = 0
+        programs = [(run, program) for run in self.runs for program in run.programs]
         try:
             self.devices.finish()
-            self._read_events(done=True)
+            for run, program in programs:
+                for at, (device, before, after) in program.events.items():
+                    mark = self.devices.marks[device][run.mark]
+                    start, end = mark.elapsed_time(before), mark.elapsed_time(after)
+                    program.seconds[at] = (device, start / 1e3, end / 1e3)
         except RuntimeError:
             if error is None:
                 raise
-            self._pending.clear()
-            for program in (program for run in self.runs for program in run.programs):  # the host's times remain
-                program.events.clear()
+            for _, program in programs:  # the host's times remain
                 program.seconds.clear()
-
-    def _read_events(self, *, done: bool) -> None:
-        """Read events that have happened, and free them; with ``done``, all of them have."""
-        while self._pending:
-            run, program = self._pending[0]
-            if not done and not all(after.query() for _, _, after in program.events.values()):
-                return
-            for at, (device, before, after) in program.events.items():
-                start, end = (self.devices.marks[device][run.mark].elapsed_time(event) for event in (before, after))
-                program.seconds[at] = (device, start / 1e3, end / 1e3)
+        for _, program in programs:
             program.events.clear()
-            self._pending.popleft()

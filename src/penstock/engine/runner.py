@@ -112,9 +112,7 @@ class Runner(ProgramPosition):
         if not profiler_enabled():
             return self.calls
         return [
-            partial(_profiled, str(instruction), call)
-            if info.kind == "work" or instruction.kind not in COMPUTE
-            else call
+            record_function(str(instruction))(call) if info.kind == "work" or instruction.kind not in COMPUTE else call
             for call, instruction, info in zip(self.calls, self.instructions, self.infos, strict=True)
         ]
 
@@ -129,17 +127,7 @@ class Runner(ProgramPosition):
         return first, second
 
 
-def _profiled(name: str, call: Call) -> None:
-    with record_function(name):
-        call()
-
-
 # ── the calls ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def prefetch_activations(engine: StageEngine, k: int) -> None:
-    assert engine.offload is not None
-    engine.offload.prefetch(k)
 
 
 def offload_next_forward(slot: Slot) -> None:
@@ -207,7 +195,8 @@ def compile_program(instructions: Iterable[Instruction], bindings: Bindings) -> 
     instructions = list(instructions)
     stages = bindings.stages
     prefetches = prefetch_points(instructions) if any(stage.offload for stage in stages.values()) else {}
-    offloaded = {pair for pairs in prefetches.values() for pair in pairs if stages[pair[0]].offload is not None}
+    offloads = {s: stage.offload for s, stage in stages.items() if stage.offload is not None}
+    offloaded = {pair for pairs in prefetches.values() for pair in pairs if pair[0] in offloads}
     weights = next((stage.weights for stage in stages.values() if stage.weights is not None), None)
     transfers = {} if weights is None else weights.transfer_calls(instructions, stages)
     for at, instruction in enumerate(instructions):
@@ -216,7 +205,7 @@ def compile_program(instructions: Iterable[Instruction], bindings: Bindings) -> 
             calls.append((transfers[at], instruction, _OTHER))
         for pair in prefetches.get(at, ()):
             if pair in offloaded:
-                calls.append((partial(prefetch_activations, stages[pair[0]], pair[1]), instruction, _OTHER))
+                calls.append((partial(offloads[pair[0]].prefetch, pair[1]), instruction, _OTHER))
         if kind == "F" and (stage, k) in offloaded:
             calls.append((partial(offload_next_forward, bindings.slots[stage, k]), instruction, _OTHER))
         if kind in COMPUTE:

@@ -20,17 +20,14 @@ from torch.autograd.graph import GradientEdge
 from penstock._torch import BatchNorm, fake_tensor_mode, unsafe_view
 from penstock.engine.forward_context import CallerContext
 from penstock.engine.message import (
-    Message,
     MessageMeta,
-    TensorMeta,
-    detach_outputs,
     detach_outputs_per_edge,
     mark_shared,
     meta_of,
     unflatten,
 )
 from penstock.errors import PlanError, text_of
-from penstock.split.chain import CountedOutput
+from penstock.split.sample import CountedOutput
 
 
 class FakeStage:
@@ -105,19 +102,14 @@ class Propagation:
             self.inputs = []
             self.inputs_per_edge = [len(meta.wants) for meta in metas]
             for meta in metas:
-                leaves: list[Any] = [
-                    leaf.from_memory(torch.empty(leaf.in_memory().shape, dtype=leaf.dtype, device=device))
-                    if isinstance(leaf, TensorMeta)
-                    else leaf
-                    for leaf in meta.leaves
-                ]
+                sent = [tensor.in_memory() for tensor in meta.tensors()]
+                leaves = meta.to_message([torch.empty(x.shape, dtype=x.dtype, device=device) for x in sent]).leaves
                 self.inputs += [leaves[i].requires_grad_() for i in meta.wants]
                 for i in meta.wants:
                     leaves[i] = unsafe_view(leaves[i], leaves[i].shape)
                 shared += [leaves[i] for i in meta.shared]
                 values.append(unflatten(leaves, meta.spec))
-            for context in self.context.contexts():
-                stack.enter_context(context)
+            stack.enter_context(self.context.entered())
             try:
                 output = self.fake.run(*values)
             except Exception as error:
@@ -131,14 +123,8 @@ class Propagation:
                 raise problem from error
             if isinstance(output, CountedOutput):  # of the last stage
                 output = output.output
-            parts: list[Message | None]
-            if num_targets > 1:
-                parts, self.roots = detach_outputs_per_edge(output, num_targets)
-            else:
-                part, self.roots = detach_outputs(output)
-                parts = [part]
-            parts = mark_shared(parts, shared)
-            self.outgoing = [meta_of(part) for part in parts if part is not None]
+            parts, self.roots = detach_outputs_per_edge(output, num_targets)
+            self.outgoing = [meta_of(part) for part in (mark_shared(parts, shared) if shared else parts)]
             return self.outgoing
 
     def backward(self, present: Sequence[Sequence[bool]] | None) -> list[list[bool]]:
@@ -159,5 +145,4 @@ class Propagation:
                 found = [grad is not None for grad in grads]
             except Exception:  # fake tensors cannot follow this backward: expect all; missing ones are sent as zeros
                 found = [True] * len(inputs)
-        ends = list(accumulate(self.inputs_per_edge, initial=0))
-        return [found[a:b] for a, b in pairwise(ends)]
+        return [found[a:b] for a, b in pairwise(accumulate(self.inputs_per_edge, initial=0))]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, increment_version
 
 from penstock._torch import run_backward, unsafe_view
-from penstock.engine.forward_context import CallerContext, MicroBatch, ReentrantContext, forward_state
+from penstock.engine.forward_context import CallerContext, MicroBatch, forward_state
 from penstock.engine.loss import LossAndOutputs
 from penstock.engine.message import (
     Message,
@@ -141,45 +141,38 @@ class ParallelizedStage:
 _NO_MODE = object()
 
 
+@dataclass(eq=False)
 class StageEngine:
-    """A stage's module, with its forward and backward. The last stage also has the loss.
+    """A stage's module, with its forward and backward. The last stage also has the loss."""
 
-    ``num_sources`` and ``num_targets`` count the edges into the stage and out of it.
-    """
+    index: int
+    module: nn.Module
+    device: torch.device
+    loss: LossAndOutputs | None = None
+    num_sources: int = 1  # edges into the stage
+    num_targets: int = 1  # edges out of it
+    microbatches: Sequence[MicroBatch] = ()  # of the run: ``current_microbatch`` returns one of them
+    context: CallerContext | None = None  # entered for each forward
+    # A mode is everything that a forward may depend on: training flags of the modules, autocast, default device. There
+    # is one object for each, compared by identity. The attributes below name the mode in which …
+    mode: object = None
+    modes: dict[object, object] = field(default_factory=dict)
+    no_input_mutation_in: object = _NO_MODE  # … the module was seen not to change its inputs in place,
+    no_input_mutation_recomputing_in: object = _NO_MODE  # … the same in forwards that are recomputed,
+    fast_path_in: object = _NO_MODE  # … a forward is a call of the module and nothing else,
+    fast_path_no_grad_in: object = _NO_MODE  # … the same for inputs that need no gradient.
+    mutates_sometimes: bool = False  # the module changes its inputs for some micro-batches and not for others
+    shared_parameters: Sequence[Tensor] = ()  # parameters that other threads add gradients to
+    offload: ActivationOffload | None = None  # on a GPU, when activations are offloaded
+    weights: HostWeights | None = None  # on a GPU, when weights live on the host
+    rng: StageRng | None = None  # when random numbers are seeded, or must be repeated
+    buffer_guard: BufferGuard | None = None  # when forwards are recomputed
+    norms: DeferredStatistics | None = None  # when BatchNorm statistics are those of the mini-batch
+    parallel: ParallelizedStage | None = None
+    _recorder: WeightGradRecorder | None = None
 
-    def __init__(
-        self,
-        index: int,
-        module: nn.Module,
-        device: torch.device,
-        loss: LossAndOutputs | None = None,
-        *,
-        num_sources: int = 1,
-        num_targets: int = 1,
-    ) -> None:
-        self.index = index
-        self.module, self.device, self.loss = module, device, loss
-        self.num_sources, self.num_targets = num_sources, num_targets
-        self.microbatches: Sequence[MicroBatch] = ()  # of the run: ``current_microbatch`` returns one of them
-        self.context: AbstractContextManager[Any] | None = None  # entered for each forward
-        self.submodules = list(module.modules())
-        # A mode is everything that a forward may depend on: training flags of the modules, autocast, default device.
-        # There is one object for each, compared by identity. The attributes below name the mode in which …
-        self.mode: object = None
-        self.modes: dict[object, object] = {}
-        self.no_input_mutation_in: object = _NO_MODE  # … the module was seen not to change its inputs in place,
-        self.no_input_mutation_recomputing_in: object = _NO_MODE  # … the same in forwards that are recomputed,
-        self.fast_path_in: object = _NO_MODE  # … a forward is a call of the module and nothing else,
-        self.fast_path_no_grad_in: object = _NO_MODE  # … the same for inputs that need no gradient.
-        self.mutates_sometimes = False  # the module changes its inputs for some micro-batches and not for others
-        self.shared_parameters: Sequence[Tensor] = ()  # parameters that other threads add gradients to
-        self.offload: ActivationOffload | None = None  # on a GPU, when activations are offloaded
-        self.weights: HostWeights | None = None  # on a GPU, when weights live on the host
-        self.rng: StageRng | None = None  # when random numbers are seeded, or must be repeated
-        self.buffer_guard: BufferGuard | None = None  # when forwards are recomputed
-        self.norms: DeferredStatistics | None = None  # when BatchNorm statistics are those of the mini-batch
-        self.parallel: ParallelizedStage | None = None
-        self._recorder: WeightGradRecorder | None = None
+    def __post_init__(self) -> None:
+        self.submodules = list(self.module.modules())
 
     def new_queue(self) -> WeightGradQueue:
         """A queue for the weight gradients of one micro-batch in flight, where the backward is split."""
@@ -298,13 +291,11 @@ class StageEngine:
             self.no_input_mutation_recomputing_in = _NO_MODE if changed or self.mutates_sometimes else self.mode
         elif careful:
             self._learn_input_mutation(leaves, wants, inputs)
-        if self.num_targets > 1:
-            slot.messages, slot.roots = detach_outputs_per_edge(output, self.num_targets, self.index)
-        else:
-            found, slot.roots = detach_outputs(output, stage=self.index if self.loss is None else None)
-            slot.messages = [found]
+        index = self.index if self.loss is None else None
+        messages, slot.roots = detach_outputs_per_edge(output, self.num_targets, index)
         if shared and self.loss is None:
-            slot.messages = mark_shared(slot.messages, [leaves[i] for i in shared])
+            messages = mark_shared(messages, [leaves[i] for i in shared])
+        slot.messages = [*messages]
 
     def _needs_no_context(self) -> bool:
         return self.context is None and self.rng is None and self.norms is None
@@ -322,7 +313,7 @@ class StageEngine:
             slot.offload_next, slot.plain = False, slot.queue is None and slot.saved is None
             stack.enter_context(self.offload.saving(microbatch, leaves))
         if self.context is not None:
-            stack.enter_context(self.context)
+            stack.enter_context(self.context.entered())
         if self.rng is not None:
             states = None if slot.saved is None else slot.saved.rng_states
             stack.enter_context(self.rng.forward(self.mode, microbatch, states, recomputing))
@@ -428,7 +419,6 @@ class StageEngine:
         return found[len(slot.inputs) :]
 
     def close(self) -> None:
-        """Remove the hooks from the module."""
         if self.rng is not None:
             self.rng.close()
 
@@ -442,7 +432,7 @@ def begin_run(
         stage.microbatches = made
         if stage.rng is not None:
             stage.rng.run_name = run_name
-        stage.context = ReentrantContext(context) if context else None
+        stage.context = context or None
         mode = (context, *[module.training for module in stage.submodules])
         stage.mode = stage.modes.setdefault(mode, mode)
     return made
@@ -451,6 +441,5 @@ def begin_run(
 def _drop_missing_grads(
     roots: Sequence[GradientEdge], grads: Sequence[Tensor | None]
 ) -> tuple[list[GradientEdge], list[Tensor | None]]:
-    """Drop the outputs that have no gradient."""
     pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
     return [root for root, _ in pairs], [grad for _, grad in pairs]

@@ -52,14 +52,6 @@ class StepHeader:
     crossing: dict[Edge, list[MessageMeta]] = field(default_factory=dict)  # per kind
     gradients: dict[Edge, list[list[bool]]] = field(default_factory=dict)  # which tensors receive one, per kind
 
-    def metas(self, edge: Edge) -> list[MessageMeta]:
-        """Per micro-batch: the message on this edge."""
-        return [self.crossing[edge][kind] for kind in self.kinds]
-
-    def present(self, edge: Edge) -> list[list[bool]]:
-        """Per micro-batch: which tensors on this edge receive a gradient."""
-        return [self.gradients[edge][kind] for kind in self.kinds] if self.training else []
-
 
 @dataclass
 class StepProtocol:
@@ -102,13 +94,9 @@ class StepProtocol:
             number = self.numbers[key]
             self.send_all([KNOWN, number])
             return self.headers[number]
-        distinct: list[MessageMeta] = []
-        kinds = []
-        for meta in metas:
-            if meta not in distinct:
-                distinct.append(meta)
-            kinds.append(distinct.index(meta))
-        header = StepHeader(self.count, training, context, sizes, tuple(kinds), caller_loss)
+        distinct = list(dict.fromkeys(metas))
+        kinds = tuple(distinct.index(meta) for meta in metas)
+        header = StepHeader(self.count, training, context, sizes, kinds, caller_loss)
         self.count += 1
         self.send_all([NEW, header.number])
         for rank in self.others:
@@ -232,11 +220,10 @@ class StepProtocol:
 
 def _to_host(value: Any) -> Any:
     """A value with its tensors detached and on the CPU."""
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, Broadcast):
-            return Broadcast(move(leaf.tensor))
-        return leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf
-
     leaves, spec = flatten(value)
-    return unflatten([move(leaf) for leaf in leaves], spec)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[i] = leaf.detach().cpu()
+        elif isinstance(leaf, Broadcast):
+            leaves[i] = Broadcast(leaf.tensor.detach().cpu())
+    return unflatten(leaves, spec)

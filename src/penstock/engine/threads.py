@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,13 +72,12 @@ class ThreadExecutor(Executor):
         source: ScheduleProvider,
         copies: Sequence[Sequence[nn.Parameter]] = (),
         limits: HangLimits | None = None,
-        *,
-        fp32_gradients: bool = False,
-        loss_parameters: Sequence[nn.Parameter] = (),
+        **gradients: Any,
     ) -> None:
-        super().__init__(plan, stages, source, fp32_gradients=fp32_gradients, loss_parameters=loss_parameters)
+        super().__init__(plan, stages, source, **gradients)
         self.limits = limits or HangLimits()
         self.ties = LocalTies(copies)
+        self.first_device, self.last_device = self.stages[0].device, self.stages[self.last_stage].device
         self.streaming = False
         self.on_gpu = any(stage.device.type == "cuda" for stage in stages)
         uses = Counter(parameter for stage in stages for parameter in stage.module.parameters())
@@ -93,24 +92,18 @@ class ThreadExecutor(Executor):
 
     @property
     def _loss(self) -> LossAndOutputs:
-        loss = self.stages[self.last_stage].loss
-        assert loss is not None
-        return loss
-
-    @property
-    def _devices(self) -> tuple[torch.device, torch.device]:
-        """Those of the first and the last stage."""
-        return self.stages[0].device, self.stages[self.last_stage].device
+        assert self.loss is not None
+        return self.loss
 
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
         with self._running("step"):
-            loss, (first, last) = self._loss, self._devices
-            sizes, messages = split_inputs(value, self.source.count, first)
+            loss = self._loss
+            sizes, messages = split_inputs(value, self.source.count, self.first_device)
             if targets is None and loss.rule.wants_targets:
                 raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
-            parts = split_targets(targets, sizes, last)
+            parts = split_targets(targets, sizes, self.last_device)
             program = self.program(True, len(sizes))
             io = program.io
             loss.begin(sizes, parts, outputs, training=True)
@@ -126,10 +119,10 @@ class ThreadExecutor(Executor):
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
         with self._running("evaluate"):
-            own_loss, (first, last) = self._loss, self._devices
-            sizes, messages = split_inputs(value, self.source.count, first)
+            own_loss = self._loss
+            sizes, messages = split_inputs(value, self.source.count, self.first_device)
             has_loss = loss and not (targets is None and own_loss.rule.wants_targets)
-            parts = split_targets(targets, sizes, last) if has_loss else None
+            parts = split_targets(targets, sizes, self.last_device) if has_loss else None
             program = self.program(False, len(sizes))
             own_loss.begin(sizes, parts, outputs)
             program.io.inputs = [message.detached()._replace(wants=()) for message in messages]
@@ -157,7 +150,6 @@ class ThreadExecutor(Executor):
             self._programs.clear()
 
     def program(self, training: bool, microbatches: int) -> ThreadProgram:
-        """The compiled programs of a step or an evaluation."""
         key = (training, microbatches)
         if key not in self._programs:
             make = self.source.training if training else self.source.forward_only
@@ -188,10 +180,10 @@ class ThreadExecutor(Executor):
         timer = {s: timers[0 if one_thread else self.placement[s]] for s in self.stages}
         forwards: dict[Edge, LocalChannel] = {}
         for a, b in self.edges:
-            if lockstep:  # a skip connection over several stages may be as far ahead as the activations beside it
-                forwards[a, b] = LockstepChannel(microbatches, device[a], device[b], timer[b], timer[a], room=b - a - 1)
-            else:
-                forwards[a, b] = LocalChannel(microbatches, device[a], device[b], timer[b])
+            ends = (microbatches, device[a], device[b], timer[b])
+            # A skip connection over several stages may be as far ahead as the activations beside it.
+            lock = partial(LockstepChannel, sender_wait_timer=timer[a], room=b - a - 1)
+            forwards[a, b] = lock(*ends) if lockstep else LocalChannel(*ends)
         backwards = {(b, a): LocalChannel(microbatches, device[b], device[a], timer[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
@@ -244,7 +236,8 @@ class ThreadExecutor(Executor):
 
     def wait(self, program: ThreadProgram, report: RunReport) -> None:
         """Wait until all ranks have run a program. After a failure, slots and channels of all programs are dropped."""
-        detector = ThreadHangDetector(program.runners, self.placement, self.workers.threads, self.limits)
+        threads = [thread.ident or 0 for thread in self.workers.threads]
+        detector = ThreadHangDetector(program.runners, self.placement, threads, self.limits)
         try:
             self.workers.wait(report, program.cancel, detector.check)
         except BaseException:
@@ -255,14 +248,11 @@ class ThreadExecutor(Executor):
     # ── calls and streams ────────────────────────────────────────────────────────────────────────────────────
 
     def call(self, value: Any) -> Any:
-        sizes, messages = split_inputs(value, self.source.count, self.stages[0].device)
+        sizes, messages = split_inputs(value, self.source.count, self.first_device)
         call = _ThreadCall(self, self.source.fill_drain(len(sizes)), sizes)
         if self.weights is not None:
             self.weights.make_resident(call)
         return apply_call(call, messages)
-
-    def forward(self, value: Any) -> Any:
-        return self.call(value)
 
     def stream(self, values: Iterable[Any]) -> Iterator[Any]:
         """The outputs of many mini-batches, in order, without draining the pipeline between them.
@@ -320,7 +310,7 @@ class _StreamedBatch:
     def __init__(self, executor: ThreadExecutor, value: Any) -> None:
         self.executor = executor
         self.model_loss = ModelLoss(())
-        sizes, messages = split_inputs(value, executor.source.count, executor.stages[0].device)
+        sizes, messages = split_inputs(value, executor.source.count, executor.first_device)
         programs = lower(executor.source.forward_only(len(sizes)), executor.edges)
         inputs = [message.detached()._replace(wants=()) for message in messages]
         io = PipelineIO(inputs, outputs=[None] * len(sizes))
@@ -342,7 +332,6 @@ class _StreamedBatch:
         self.report = executor.workers.start(tasks)
 
     def outputs(self) -> Any:
-        """Wait for the outputs."""
         self.executor.wait(self.program, self.report)
         messages = [message for message in self.program.io.outputs or () if message is not None]
         return self.model_loss.merge(join([unflatten(message.leaves, message.spec) for message in messages]))
@@ -381,6 +370,15 @@ class _ThreadCall(PipelineCall):
         check_joinable([message.leaves for message in outputs], self.sizes)
         return outputs
 
+    def _earlier_inputs(self, slot: Slot) -> list[Tensor]:
+        """The inputs of the same micro-batch in earlier stages, into whose graphs that of this stage may continue.
+
+        It does so where layers passed values to other stages outside the pipeline, keyed by ``current_microbatch``. The
+        gradients that are found there come before those of the earlier stages: a micro-batch goes back up in order.
+        """
+        stage, k = next(key for key, other in self.slots.items() if other is slot)
+        return [leaf for (s, j), other in self.slots.items() if j == k and s < stage for leaf in other.inputs]
+
     def backward(
         self, seeds: Sequence[Sequence[Tensor | None]]
     ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
@@ -393,15 +391,21 @@ class _ThreadCall(PipelineCall):
         retain_graph = graph_task_keeps_graph()
         executor = self.executor
         sums: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.stage_parameters}
-        crossing = _CrossStageGrads(self.slots, self.parameters) if self.crosses_stages else None
+        crossed: dict[int, Tensor] = {}  # gradients that other stages found for inputs, by identity of the input
 
         def backward(stage: StageEngine, grads: Sequence[Tensor | None], slot: Slot) -> None:
             mine = sums[stage.index]
-            if crossing is None:
-                wanted = self.stage_parameters[stage.index]
-                found = stage.gradients(grads, slot, wanted, retain_graph)
-            else:
-                wanted, found = crossing.gradients(stage, grads, slot)
+            wanted = self.parameters if self.crosses_stages else self.stage_parameters[stage.index]
+            earlier = self._earlier_inputs(slot) if self.crosses_stages else []
+            found = stage.gradients(grads, slot, (*wanted, *earlier), retain_graph or self.crosses_stages)
+            if self.crosses_stages:
+                own = [grad for row in slot.grads for grad in row]
+                for leaf, grad in zip((*earlier, *slot.inputs), (*found[len(wanted) :], *own), strict=True):
+                    if grad is not None:
+                        crossed[id(leaf)] = grad if id(leaf) not in crossed else crossed[id(leaf)] + grad
+                own = [crossed.pop(id(leaf), None) for leaf in slot.inputs]
+                slot.grads = split_grads(own, slot.inputs_per_edge) if slot.inputs_per_edge else [own]
+                found = found[: len(wanted)]
             for parameter, grad in zip(wanted, found, strict=True):
                 if grad is not None:
                     if executor.fp32 is not None and grad.dtype.itemsize < 4:
@@ -417,7 +421,13 @@ class _ThreadCall(PipelineCall):
             stack.enter_context(suspended_grad_hooks(self.parameters))
             stack.enter_context(with_training_modes(self.modes))
             if executor.on_gpu:
-                self._backward_in_this_thread(io, backward)
+                # This is autograd's own thread for the device: a backward started in another thread would wait for it.
+                # Launching is quick, so one thread keeps all devices busy: micro-batch by micro-batch, up the stages.
+                actions = [i for half in self.halves[1] for i in half if i.kind in "RB"]
+                actions.sort(key=lambda i: (i.microbatch, -i.stage, i.kind == "B"))
+                begin_run(executor.stages.values(), self.context, self.count, self.run_name)
+                program = executor.compile([actions], self.count, self.slots, io, backward, one_thread=True)
+                executor.recorded(program.runners[0])()
             else:
                 program = executor.compile(self.halves[1], self.count, self.slots, io, backward)
                 executor.run(program, grad=False, run_name=self.run_name, context=self.context)
@@ -434,53 +444,6 @@ class _ThreadCall(PipelineCall):
             if total is not None:
                 totals.update({id(parameter): total.to(parameter.device) for parameter in copies})
         return grads, totals
-
-    def _backward_in_this_thread(self, io: PipelineIO, backward: StageBackward) -> None:
-        """The backward half in this thread, which on a GPU is autograd's own thread for that device.
-
-        A backward started in another thread would wait for it. Launching is quick, so one thread keeps all devices
-        busy: micro-batch by micro-batch, up the stages.
-        """
-        executor = self.executor
-        actions = [i for half in self.halves[1] for i in half if i.kind in "RB"]
-        actions.sort(key=lambda i: (i.microbatch, -i.stage, i.kind == "B"))
-        begin_run(executor.stages.values(), self.context, self.count, self.run_name)
-        program = executor.compile([actions], self.count, self.slots, io, backward, one_thread=True)
-        executor.recorded(program.runners[0])()
-
-
-class _CrossStageGrads:
-    """Gradients of values that layers passed to other stages outside the pipeline, keyed by ``current_microbatch``.
-
-    The graph of a stage then continues into graphs of earlier stages. Gradients found there are added to those of
-    these stages: they come first, because a micro-batch goes back up the stages in order.
-    """
-
-    def __init__(self, slots: Mapping[tuple[int, int], Slot], parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.earlier_slots = {
-            id(slot): [other for (s, j), other in slots.items() if j == k and s < stage]
-            for (stage, k), slot in slots.items()
-        }
-        self.found: dict[int, Tensor] = {}  # by identity of the input
-
-    def gradients(
-        self, stage: StageEngine, grads: Sequence[Tensor | None], slot: Slot
-    ) -> tuple[list[nn.Parameter], Sequence[Tensor | None]]:
-        """All parameters of the pipeline, and their gradients from this stage's backward."""
-        entries = [leaf for other in self.earlier_slots[id(slot)] for leaf in other.inputs]
-        found = stage.gradients(grads, slot, (*self.parameters, *entries), True)
-        for leaf, grad in zip(entries, found[len(self.parameters) :], strict=True):
-            self._add(leaf, grad)
-        for leaf, grad in zip(slot.inputs, (grad for row in slot.grads for grad in row), strict=True):
-            self._add(leaf, grad)
-        mine = [self.found.pop(id(leaf), None) for leaf in slot.inputs]
-        slot.grads = split_grads(mine, slot.inputs_per_edge) if slot.inputs_per_edge else [mine]
-        return self.parameters, found[: len(self.parameters)]
-
-    def _add(self, leaf: Tensor, grad: Tensor | None) -> None:
-        if grad is not None:
-            self.found[id(leaf)] = grad if id(leaf) not in self.found else self.found[id(leaf)] + grad
 
 
 # ── worker threads ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -500,13 +463,13 @@ class WorkerThreads:
     def __init__(self, devices: Sequence[torch.device], cpu_threads: int | None) -> None:
         """One worker per device; ``cpu_threads`` limits the threads that an operator uses on the CPU in each."""
         self.inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
-        self._threads = [
+        self.threads = [
             threading.Thread(
                 target=_worker_loop, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
             )
             for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True))
         ]
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
         self._end = weakref.finalize(self, _stop, self.inboxes)
 
@@ -542,22 +505,16 @@ class WorkerThreads:
             if errors and failure is None:
                 failure = errors[0]
                 cancel()
-        if failure is None:
-            failure = next((error for error in report.outcomes if error is not None), None)
+        failure = failure or next((error for error in report.outcomes if error is not None), None)
         if failure is not None:
             raise failure
 
     def close(self) -> None:
         """End the threads, and wait for them a few seconds. Closing twice is harmless."""
         self._end()
-        for thread in self._threads:
+        for thread in self.threads:
             if thread is not threading.current_thread():
                 thread.join(5)
-
-    @property
-    def threads(self) -> list[int]:
-        """The idents of the workers' threads."""
-        return [thread.ident or 0 for thread in self._threads]
 
     @property
     def closed(self) -> bool:

@@ -14,10 +14,10 @@ from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Overh
 if TYPE_CHECKING:
     from penstock.profile.links import Links, local_link, measure_links, process_link
     from penstock.profile.measure import measure_costs
+    from penstock.profile.planner.cuts import Ranks, Segments, edges_between, rank_static_bytes, stage_costs
     from penstock.profile.planner.plan import plan, plan_analytic, plan_costs
     from penstock.profile.planner.result import Candidate, Configuration, PlanResult, Rejection
     from penstock.profile.planner.search import device_grids
-    from penstock.profile.planner.segments import Ranks, Segments, edges_between, rank_static_bytes, stage_costs
     from penstock.profile.trace import Trace
 
 __all__ = [
@@ -33,7 +33,7 @@ _LAZY = {
     "planner.plan": "plan plan_analytic plan_costs",
     "planner.result": "Candidate Configuration PlanResult Rejection",
     "planner.search": "device_grids",
-    "planner.segments": "Ranks Segments edges_between rank_static_bytes stage_costs",
+    "planner.cuts": "Ranks Segments edges_between rank_static_bytes stage_costs",
     "trace": "Trace",
 }
 _MODULES = {name: f"penstock.profile.{module}" for module, names in _LAZY.items() for name in names.split()}

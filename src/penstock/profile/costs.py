@@ -64,11 +64,6 @@ class LayerCosts:
         """Bytes kept from I to W for the weight gradient."""
         return self.activation if self.deferred is None else self.deferred
 
-    @property
-    def work(self) -> float:
-        """Seconds of forward and backward."""
-        return self.forward + self.full_backward
-
 
 LARGEST = 1e30  # seconds or bytes: larger numbers are mistakes, and sums of them would overflow
 TIMES = ("forward", "input_gradient", "weight_gradient", "recompute")
@@ -400,12 +395,11 @@ def _parse_costs(text: str, origin: str) -> list[ModelCosts]:
             raise PlanError(f"costs of format {version!r} cannot be read here: expected {FORMAT}")
         if "sizes" not in data:
             return [_parse_model(data)]
-        sizes = _list(data, "sizes")
-        del data["sizes"]
-        for key in ("samples", "layers", "crossings"):
-            if key in data:
-                raise PlanError(f"costs have both sizes and {key}: {key} belongs into each of the sizes")
-        return [_parse_model({**data, **_entries(size, "a size", model_keys)}) for size in sizes]
+        if len(data) > 1:
+            raise PlanError(
+                f"costs have both sizes and {', '.join(data.keys() - {'sizes'})}: these belong into each size"
+            )
+        return [_parse_model(_entries(size, "a size", model_keys)) for size in _list(data, "sizes")]
     except PlanError as error:
         raise PlanError(f"{origin}: {error}") from error
 

@@ -42,7 +42,7 @@ from torch import Tensor
 from penstock.engine.channel.base import Endpoint, WaitTimer
 from penstock.engine.channel.local import LocalChannel
 from penstock.engine.connections import Connections, Endpoints
-from penstock.engine.failure.rendezvous import Rendezvous
+from penstock.engine.failure.watch import Rendezvous
 from penstock.engine.message import TensorMeta
 from penstock.errors import PlanError
 from penstock.profile.costs import Link
@@ -106,7 +106,7 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
             if mesh.pipe_rank in (a, b):
                 times = _ping_pong(endpoints[a, b, "F"], endpoints[b, a, "B"], mesh.pipe_rank == a, size, repeats)
                 if mesh.pipe_rank == a:
-                    found.append((mesh.pipe_ranks[a], mesh.pipe_ranks[b], *times))
+                    found.append((mesh.ranks("pipe")[a], mesh.ranks("pipe")[b], *times))
         rows = sorted(row for one in rendezvous.gather({"links": found}) for row in one["links"])
         host = (0.0, inf)
         if ring and mesh.device.type == "cpu":
@@ -239,28 +239,22 @@ def host_time_per_message(out: Endpoint, back: Endpoint, size: int, slowest: flo
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # all other threads are the channel's
     try:
-        load = _make_load(max(MIN_LOAD, LOAD_FACTOR * slowest))
+        rows, matrix = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, WIDTH)
+        found = []
+        for _ in range(4):
+            start = perf_counter()
+            torch.mm(rows, matrix)
+            found.append(perf_counter() - start)
+        times = max(1, round(max(MIN_LOAD, LOAD_FACTOR * slowest) / max(min(found), 1e-6)))
+
+        def load() -> None:
+            for _ in range(times):
+                torch.mm(rows, matrix)
+
         with_messages, without = (_cpu_time(out, back, load, count, turn) for count in (size, 0))
     finally:
         torch.set_num_threads(before)
     return max(0.0, (with_messages - without) / ROUNDS / 2)
-
-
-def _make_load(seconds: float) -> Callable[[], None]:
-    """A computation of about ``seconds``."""
-    rows, matrix = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, WIDTH)
-    found = []
-    for _ in range(4):
-        start = perf_counter()
-        torch.mm(rows, matrix)
-        found.append(perf_counter() - start)
-    times = max(1, round(seconds / max(min(found), 1e-6)))
-
-    def load() -> None:
-        for _ in range(times):
-            torch.mm(rows, matrix)
-
-    return load
 
 
 def _cpu_time(out: Endpoint, back: Endpoint, load: Callable[[], None], size: int, turn: int) -> float:

@@ -10,7 +10,7 @@ Bytes are exact; times are medians over several turns. The model is unchanged af
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -36,11 +36,9 @@ from penstock.profile.timing import (
 )
 from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.split import chain_of
-from penstock.split.chain import LayerChain
-from penstock.split.measure import LayerMeasurement, LayerRun, Measurement, measure, tensor_bytes
-from penstock.split.module_state import ModuleState
-from penstock.split.plan import Plan
-from penstock.split.sample import accelerators_of, sample_arguments
+from penstock.split.measure import LayerRun, Measurement, measure, tensor_bytes
+from penstock.split.plan import LayerChain, Plan
+from penstock.split.sample import ModuleState, accelerators_of, sample_arguments
 
 TURNS = 4  # times that each layer is timed, if the budget allows it
 
@@ -154,21 +152,31 @@ def measure_costs(
                 measured = measure(chain, part, device=None if spread else there, finish=finish, timer=timer)
             firsts, consecutive = zip(*map(median_times, timings), strict=True)
             launch = ActionTimes.median(one.minus(two) for one, two in zip(firsts, consecutive, strict=True))
-            layers = [
-                _layer_costs(chain, one, times.minus(overhead), turns[0].deferred_bytes, ratios)
-                for one, times, turns in zip(measured.layers, consecutive, timings, strict=True)
-            ]
-            costs.append(
-                ModelCosts(
-                    layers=tuple(layers),
-                    crossings=_crossings(chain, measured),
-                    samples=samples,
-                    shared=_shared(chain),
-                    kept_together=_kept_together(measured.kept),
-                    device=there.type if target is None else target.name,
-                    overhead=Overhead(**asdict(launch.plus(overhead))),
+            layers = []
+            for one, times, turns in zip(measured.layers, consecutive, timings, strict=True):
+                members = {id(tensor): tensor for _, tensor in chain.members(one.name)}.values()
+                trained = [t for t in members if isinstance(t, nn.Parameter) and t.requires_grad]
+                layer_costs = LayerCosts(
+                    name=one.name,
+                    **asdict(times.minus(overhead)),
+                    activation=one.activation_bytes,
+                    parameters=one.parameter_bytes,
+                    gradients=sum(map(tensor_bytes, trained)),
+                    optimizer=sum(tensor_bytes(parameter) * ratios[parameter.dtype] for parameter in trained),
+                    buffers=sum(tensor_bytes(t) for t in members if not isinstance(t, nn.Parameter)),
+                    deferred=turns[0].deferred_bytes,
                 )
+                layers.append(layer_costs)
+            model_costs = ModelCosts(
+                layers=tuple(layers),
+                crossings=_crossings(chain, measured),
+                samples=samples,
+                shared=_shared(chain),
+                kept_together=_kept_together(measured.kept),
+                device=there.type if target is None else target.name,
+                overhead=Overhead(**asdict(launch.plus(overhead))),
             )
+            costs.append(model_costs)
     return Profile(tuple(costs))
 
 
@@ -225,27 +233,6 @@ def _size_samples(sample: Any, targets: Any, loss_fn: Any, sizes: Iterable[int] 
     return [(n, first(sample, n), first(targets, n)) for n in wanted]
 
 
-def _layer_costs(
-    chain: LayerChain,
-    measured: LayerMeasurement,
-    times: ActionTimes,
-    deferred: int,
-    state_ratios: Mapping[torch.dtype, float],
-) -> LayerCosts:
-    members = {id(tensor): tensor for _, tensor in chain.members(measured.name)}.values()
-    trained = [t for t in members if isinstance(t, nn.Parameter) and t.requires_grad]
-    return LayerCosts(
-        name=measured.name,
-        **asdict(times),
-        activation=measured.activation_bytes,
-        parameters=measured.parameter_bytes,
-        gradients=sum(map(tensor_bytes, trained)),
-        optimizer=sum(tensor_bytes(parameter) * state_ratios[parameter.dtype] for parameter in trained),
-        buffers=sum(tensor_bytes(t) for t in members if not isinstance(t, nn.Parameter)),
-        deferred=deferred,
-    )
-
-
 def _crossings(chain: LayerChain, measured: Measurement) -> tuple[Crossing, ...]:
     """Bytes sent from layer to layer; values are listed where one has several destinations."""
     edges = chain.edges([(layer,) for layer in chain.layers])
@@ -262,27 +249,25 @@ def _crossings(chain: LayerChain, measured: Measurement) -> tuple[Crossing, ...]
 
 def _shared(chain: LayerChain) -> tuple[SharedParameters, ...]:
     """Tied parameters, by the layers that have them."""
-    users: dict[int, tuple[Tensor, list[int]]] = {}
+    users: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by tensor and layer
     for i, layer in enumerate(chain.layers):
         for _, tensor in chain.members(layer):
-            layers = users.setdefault(id(tensor), (tensor, []))[1]
-            if i not in layers:
-                layers.append(i)
-    sizes: dict[tuple[int, ...], int] = {}
-    for tensor, who in users.values():
-        if isinstance(tensor, nn.Parameter) and len(who) > 1:
-            sizes[tuple(who)] = sizes.get(tuple(who), 0) + tensor_bytes(tensor)
+            users[id(tensor)][i] = tensor
+    sizes: Counter[tuple[int, ...]] = Counter()
+    for of_layer in users.values():
+        tensor = next(iter(of_layer.values()))
+        if isinstance(tensor, nn.Parameter) and len(of_layer) > 1:
+            sizes[tuple(of_layer)] += tensor_bytes(tensor)
     return tuple(SharedParameters(layers, size) for layers, size in sorted(sizes.items()))
 
 
 def _kept_together(kept: Sequence[Mapping[int, int]]) -> tuple[tuple[int, int, float], ...]:
     """Activations that two layers save: each storage counts between a layer and the next one that saves it."""
     last: dict[int, int] = {}
-    sizes: dict[tuple[int, int], float] = {}
+    sizes: Counter[tuple[int, int]] = Counter()
     for i, storages in enumerate(kept):
         for number, size in storages.items():
             if number in last:
-                pair = (last[number], i)
-                sizes[pair] = sizes.get(pair, 0) + size
+                sizes[last[number], i] += size
             last[number] = i
-    return tuple((a, b, size) for (a, b), size in sorted(sizes.items()))
+    return tuple((a, b, float(size)) for (a, b), size in sorted(sizes.items()))

@@ -126,12 +126,19 @@ class LayerTimings:
 
 
 def median_times(turns: Sequence[LayerTimings]) -> tuple[ActionTimes, ActionTimes]:
-    """Medians over the turns of the mean in each: after different work, and directly after the same action."""
+    """Medians over the turns of the mean in each: after different work, and directly after the same action.
+
+    Outliers do not count; moderate variation is part of a step and does.
+    """
+
+    def mean(seconds: Sequence[float]) -> float:
+        limit = OUTLIER * median(seconds)
+        return fmean(one for one in seconds if one <= limit)
 
     def times(which: int) -> ActionTimes:
         rows = [
             [
-                _mean([seconds[which] for seconds in column])
+                mean([seconds[which] for seconds in column])
                 for column in (*zip(*turn.actions, strict=True), *zip(*turn.recomputes, strict=True))
             ]
             for turn in turns
@@ -139,12 +146,6 @@ def median_times(turns: Sequence[LayerTimings]) -> tuple[ActionTimes, ActionTime
         return ActionTimes(*(round(median(column), 9) for column in zip(*rows, strict=True)))  # clocks have 1 ns
 
     return times(0), times(1)
-
-
-def _mean(seconds: Sequence[float]) -> float:
-    """The mean without outliers; moderate variation is part of a step and counts."""
-    limit = OUTLIER * median(seconds)
-    return fmean(one for one in seconds if one <= limit)
 
 
 def time_layer(
@@ -169,7 +170,10 @@ def time_layer(
         return time_action(action, list(zip(*arguments, strict=True)), layer.devices, clock or measure_time)
 
     def input_message() -> Message:
-        messages = [_to_message(value) for value in layer.inputs()]
+        messages = []
+        for leaves, spec in map(flatten, layer.inputs()):
+            wants = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            messages.append(Message(leaves, spec, wants).detached())
         return merge_messages(messages)[0] if takes > 1 else messages[0]
 
     def forwards(engine: StageEngine, slots: Sequence[Slot]) -> tuple[Callable[[], Seconds], list[list[Tensor | None]]]:
@@ -269,12 +273,6 @@ def _cache_flusher(size: int) -> Callable[[Iterable[Tensor | None]], None] | Non
                 tensor.detach().sum()
 
     return flush
-
-
-def _to_message(value: Any) -> Message:
-    leaves, spec = flatten(value)
-    wants = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return Message(leaves, spec, wants).detached()
 
 
 def _take_output_grads(slot: Slot) -> list[Tensor | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from penstock.errors import PlanError
-from penstock.split.balance import balance_stages, check_limits
-from penstock.split.chain import Groups, LayerChain, SharedWeights, WholeModelChain, build_plan
+from penstock.split.balance import balance_stages, check_limits, check_stage_count, partition_layers
 from penstock.split.flatten import is_plain_sequential
 from penstock.split.marks import Stage, begin_block_of, cut_points, devices_of_stages, groups_by_device, groups_by_name
+from penstock.split.measure import measure as measure_layers
+from penstock.split.plan import FRONT_ENDS, LayerChain, SharedWeights, WholeModelChain, build_plan
 from penstock.split.plan import Edge as Edge
 from penstock.split.plan import Plan as Plan
 from penstock.split.plan import StageSpec as StageSpec
@@ -24,7 +25,7 @@ from penstock.split.trace.errors import CannotTrace, mentions_marks
 from penstock.split.trace.line import TraceChain, trace_chain
 from penstock.split.trunk.line import TrunkChain, trunk_chain
 
-__all__ = ["Edge", "Plan", "StageSpec", "Tie", "chain_from_recipe", "chain_of", "split"]
+__all__ = ["Edge", "Plan", "StageSpec", "Tie", "balance_by_size", "balance_by_time", "chain_of", "split"]
 
 
 def chain_of(
@@ -49,7 +50,9 @@ def chain_of(
         raise PlanError("say where to cut once: either cuts=[…] (before these modules) or blocks=… (a list of blocks)")
     if blocks is not None:
         return trunk_chain(model, blocks)
-    if cuts is None and not _has_marks(model):
+    # Marks on modules; those inside a forward are seen when it is traced.
+    marked = bool(cut_points(model)) or any(begin_block_of(module) is not None for module in model.modules())
+    if cuts is None and not marked:
         if is_plain_sequential(model):
             return SequentialChain(model)
         if getattr(model, "_no_split_modules", None):
@@ -64,25 +67,12 @@ def chain_of(
     return WholeModelChain(model)
 
 
-def _has_marks(model: nn.Module) -> bool:
-    """Whether modules carry marks. Marks inside a forward are seen when it is traced."""
-    return bool(cut_points(model)) or any(begin_block_of(module) is not None for module in model.modules())
-
-
-_FRONT_ENDS: dict[str, Callable[[nn.Module, Mapping[str, Any]], LayerChain]] = {
-    "sequential": lambda model, recipe: chain_of(model),
-    "trace": TraceChain.from_recipe,
-    "trunk": TrunkChain.from_recipe,
-    "whole": lambda model, recipe: WholeModelChain(model),
-}
-
-
-def chain_from_recipe(model: nn.Module, recipe: Mapping[str, Any]) -> LayerChain:
-    """The chain that the ``recipe`` of a saved plan describes."""
-    front = recipe.get("front")
-    if front not in _FRONT_ENDS:
-        raise PlanError(f"the plan was made by a front end {front!r} that is not known here")
-    return _FRONT_ENDS[front](model, recipe)
+FRONT_ENDS.update(
+    sequential=lambda model, recipe: chain_of(model),
+    trace=TraceChain.from_recipe,
+    trunk=TrunkChain.from_recipe,
+    whole=lambda model, recipe: WholeModelChain(model),
+)
 
 
 def split(
@@ -112,27 +102,57 @@ def split(
 
     ``shared_weights=[("a.weight", "b.weight")]`` ties separate parameters.
     """
-    shared = shared_weights or ()
     sample = sample_inputs(model, sample)
-    named = isinstance(stages, (list, tuple))
-    chain = chain_of(model, stages=None if named else stages, cuts=cuts, blocks=blocks, sample=sample)  # type: ignore[arg-type]
-    if not isinstance(stages, (list, tuple)):
-        return build_plan(chain, _groups(chain, stages, balance, cuts, sample, memory), shared)
-    if balance is not None:
-        raise PlanError(f"stages={list(stages)} says which blocks each stage has: balance={balance!r} cannot change it")
-    groups = groups_by_name(chain, stages)
+    named = stages if isinstance(stages, (list, tuple)) else None
+    number: Any = stages if named is None else None
+    chain = chain_of(model, stages=number, cuts=cuts, blocks=blocks, sample=sample)
+    devices = None
+    if named is not None:
+        if balance is not None:
+            raise PlanError(f"stages={named} says which blocks each stage has: balance={balance!r} cannot change it")
+        groups, devices = groups_by_name(chain, named), devices_of_stages(named)
+    elif stages is None and balance is None and cuts is not None:
+        groups = [(layer,) for layer in chain.layers]
+    elif stages is None and balance is None and chain.devices():
+        groups = groups_by_device(chain)
+    else:
+        groups = balance_stages(chain, balance=balance, stages=number, sample=sample, memory=memory)
+        memory = None  # it was observed
     if memory is not None:
         check_limits(chain, groups, memory, sample)
-    plan = build_plan(chain, groups, shared)
-    return replace(plan, devices=devices_of_stages(stages) or plan.devices)
+    plan = build_plan(chain, groups, shared_weights or ())
+    return plan if devices is None else replace(plan, devices=devices)
 
 
-def _groups(
-    chain: LayerChain, stages: Any, balance: Sequence[int] | str | None, cuts: Any, sample: Any, memory: Any
-) -> Groups:
-    if stages is None and balance is None and (cuts is not None or chain.devices()):
-        groups = [(layer,) for layer in chain.layers] if cuts is not None else groups_by_device(chain)
-        if memory is not None:
-            check_limits(chain, groups, memory, sample)
-        return groups
-    return balance_stages(chain, balance=balance, stages=stages, sample=sample, memory=memory)
+def balance_by_time(
+    model: nn.Module, sample: Any, stages: int, *, timeout: float = 1.0, device: str | torch.device | None = None
+) -> list[int]:
+    """Layers per stage that minimise the forward and backward time of the slowest stage on ``sample``.
+
+    Layers are measured for about ``timeout`` seconds, on ``device`` or where they are. The model is not changed.
+    """
+    chain = chain_of(model)
+    check_stage_count(chain, stages)
+    return partition_layers(chain, stages, "time", measure_layers(chain, sample, timeout=timeout, device=device))
+
+
+def balance_by_size(
+    model: nn.Module,
+    sample: Any,
+    stages: int,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: str | torch.device | None = None,
+) -> list[int]:
+    """Layers per stage that minimise the memory of the largest stage.
+
+    Counted are the parameters, ``param_scale`` times if they are trained (2: with gradients; 3 for SGD with momentum, 4
+    for Adam), and the tensors that one of the ``chunks`` micro-batches of ``sample`` saves for backward.
+    """
+    chain = chain_of(model)
+    check_stage_count(chain, stages)
+    if chunks < 1 or param_scale < 0:
+        raise PlanError(f"chunks must be 1 or more and param_scale 0 or more, got {chunks!r} and {param_scale!r}")
+    measured = measure_layers(chain, sample, timeout=0.0, device=device)
+    return partition_layers(chain, stages, "memory", measured, scale=param_scale, chunks=chunks)

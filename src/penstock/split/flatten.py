@@ -9,7 +9,6 @@ names    stem    body┬0    lambda_2    head                a tree that mirrors
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -47,12 +46,7 @@ class FlatSequential(nn.Sequential):
         return len(self._order)
 
     def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, slice):
-            return list(self)[index]
-        paths = dict(list(self._paths.items())[index])
-        part = FlatSequential(paths, {path: _at(self, path) for names in paths.values() for path in names})
-        part.training = self.training
-        return part
+        return list(self)[index]
 
     def _immutable(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise PlanError("the layers of a flattened model are fixed: flatten the model again, with another list")
@@ -74,9 +68,6 @@ class _Function(nn.Module):
     def forward(self, input: Any) -> Any:
         return self._fn(input)
 
-    def extra_repr(self) -> str:
-        return getattr(self._fn, "__qualname__", repr(self._fn))
-
 
 def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False) -> FlatSequential:
     """The layers ``entries`` of ``model`` as an ``nn.Sequential`` that ``ps.split`` can cut.
@@ -89,8 +80,6 @@ def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False
     Parameters and buffers outside all entries would be lost; this is an error unless ``partial=True``. The caller is
     responsible for listing the entries as the model's forward runs them.
     """
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"flatten takes an nn.Module, got {type(model).__name__}")
     if isinstance(entries, (str, nn.Module)) or not isinstance(entries, Iterable):
         raise PlanError(f"flatten takes a list of names, modules and functions, got {entries!r}")
     names = _LayerNames(model)
@@ -102,7 +91,9 @@ def flatten(model: nn.Module, entries: Iterable[Entry], *, partial: bool = False
     if not partial:
         _check_no_lost_members(model, names)
     paths = names.paths()
-    flat = FlatSequential(paths, names.tree_in_order())
+    known = [path for path in names.modules if path in names.tree]
+    order = dict.fromkeys((*known, *names.tree))  # of the model's parameters(); modules of no model come last
+    flat = FlatSequential(paths, {path: names.tree[path] for path in order})
     for module in flat.modules():
         if isinstance(module, _Branch):
             module.training = model.training
@@ -118,15 +109,20 @@ class _LayerNames:
         self.layers: dict[str, str] = {}  # layer -> path
         self.tree: dict[str, nn.Module] = {}
         self.expanded: set[str] = set()
+        self.modules = dict(model.named_modules(remove_duplicate=False))
         self.own: dict[int, list[str]] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
+        for path, module in self.modules.items():
             self.own.setdefault(id(module), []).append(path)
         self.foreign: dict[int, str] = {}
 
     def add(self, number: int, entry: Any) -> None:
         if isinstance(entry, str):
-            module = self._find(number, entry)
-            if _is_list(module):
+            module = self.modules.get(entry) if entry else None
+            if module is None:
+                hint = did_you_mean(entry, self.modules, otherwise=f": it has {', '.join(self.model._modules)}")
+                raise PlanError(f"entry {number}: there is no module '{entry}' in {type(self.model).__name__}{hint}")
+            plain = is_plain_sequential(module) and not isinstance(module, FlatSequential)
+            if plain or (isinstance(module, nn.ModuleList) and _has_no_forward(module)):  # stands for its members
                 self.expanded.add(entry)
                 for name, member in layers_of(module).items():
                     self._add_layer(number, f"{entry}.{name}", member)
@@ -140,10 +136,10 @@ class _LayerNames:
                 self.foreign[id(entry)] = self._free_name(type(entry).__name__.lower(), number)
             self._add_layer(number, paths[0] if paths else self.foreign[id(entry)], entry)
         elif callable(entry) and not inspect.isclass(entry):
-            self._add_layer(number, self._free_name(_function_name(entry, number), number), _Function(entry))
+            name = getattr(entry, "__name__", type(entry).__name__).replace("<lambda>", f"lambda_{number}")
+            self._add_layer(number, self._free_name(name, number), _Function(entry))
         else:
-            what = f"the class {entry.__name__}: make a module of it" if inspect.isclass(entry) else repr(entry)
-            raise PlanError(f"entry {number} must be a name, a module or a function, but is {what}")
+            raise PlanError(f"entry {number} must be a name, a module or a function, but is {entry!r}")
 
     def paths(self) -> dict[str, list[str]]:
         """For each layer its path, and further paths under which the model has parts of it."""
@@ -154,24 +150,16 @@ class _LayerNames:
                 for part in self.tree[path].modules()
                 if part._parameters or part._buffers
                 for name in self.own.get(id(part), ())
-                if not _is_inside(name, path)
+                if not f"{name}.".startswith(f"{path}.")
             ]
             paths[layer] = [path, *(name for name in dict.fromkeys(others) if name)]
             self.tree.update((name, _at(self.model, name)) for name in paths[layer][1:])
         return paths
 
-    def tree_in_order(self) -> dict[str, nn.Module]:
-        """The tree in the order of the model's ``parameters()``; modules that are not part of the model come last."""
-        known = [path for path, _ in self.model.named_modules(remove_duplicate=False) if path in self.tree]
-        return {path: self.tree[path] for path in dict.fromkeys((*known, *self.tree))}
-
     def _add_layer(self, number: int, path: str, module: nn.Module) -> None:
         if _has_no_forward(module):
             inside = ", ".join(f"'{path}.{name}'" for name in module._modules) or "none"
-            raise PlanError(
-                f"entry {number}, '{path}', is a {type(module).__name__}, which has no forward: "
-                f"list its members ({inside})"
-            )
+            raise PlanError(f"entry {number}, '{path}', has no forward: list its members ({inside})")
         repeats = sum(known == path for known in self.layers.values())
         self.layers[f"{path}:{repeats + 1}" if repeats else path] = path
         self.tree[path] = module
@@ -180,21 +168,6 @@ class _LayerNames:
         taken = {*self.model._modules, *self.layers.values()}
         candidates = (name, f"{name}_{number}", *(f"{name}_{number}_{i}" for i in range(len(taken))))
         return next(candidate for candidate in candidates if candidate not in taken)
-
-    def _find(self, number: int, path: str) -> nn.Module:
-        module, walked = self.model, ""
-        for part in path.split("."):
-            child = module._modules.get(part)
-            if child is None:
-                known = [name for names in self.own.values() for name in names if name]
-                hint = did_you_mean(path, known, otherwise=".")
-                where = f"'{walked}' ({type(module).__name__})" if walked else type(module).__name__
-                raise PlanError(
-                    f"entry {number}: there is no module '{path}' in {type(self.model).__name__}{hint} "
-                    f"{where} has {', '.join(module._modules) or 'no modules'}"
-                )
-            module, walked = child, f"{walked}.{part}" if walked else part
-        return module
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -269,23 +242,5 @@ def _at(root: nn.Module, path: str) -> nn.Module:
     return root
 
 
-def _is_inside(name: str, path: str) -> bool:
-    return name == path or name.startswith(f"{path}.")
-
-
 def _has_no_forward(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in module.__dict__
-
-
-def _is_list(module: nn.Module) -> bool:
-    """Whether a module is a mere list, whose name stands for its members."""
-    if isinstance(module, nn.ModuleList):
-        return _has_no_forward(module)
-    return is_plain_sequential(module) and not isinstance(module, FlatSequential)
-
-
-def _function_name(fn: Any, number: int) -> str:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    name = getattr(fn, "__name__", type(fn).__name__).replace("<lambda>", f"lambda_{number}")
-    return "".join(c if c.isalnum() else "_" for c in name)

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import PlanError
 
@@ -36,8 +36,6 @@ class Lazy(nn.Module):
         super().__init__()
         if not callable(fn) or isinstance(fn, nn.Module):
             raise PlanError(f"Lazy takes a function that builds a layer, got {type(fn).__name__}: say Lazy(lambda: …)")
-        if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-            raise PlanError(f"the seed of a Lazy layer must be a whole number, got {seed!r}")
         self._fn = fn
         self._seed = seed
         self._mode: bool | None = None  # set by train() or eval()
@@ -50,7 +48,10 @@ class Lazy(nn.Module):
                 return self
             try:
                 with torch.inference_mode(False), _generators(self._seed):
-                    built = build(_made_by(self._fn))
+                    built = self._fn()
+                    if not isinstance(built, nn.Module):
+                        raise PlanError(f"a Lazy layer's function must return an nn.Module, not {type(built).__name__}")
+                    build(built)
             except Exception as error:
                 error.add_note(f"while building the layer of {self!r}")
                 raise
@@ -63,14 +64,8 @@ class Lazy(nn.Module):
         if isinstance(built, torch.jit.ScriptModule):  # compiled code is bound to the original object
             raise PlanError("a Lazy layer cannot be a ScriptModule: build it before, and do without Lazy")
         before = self.__dict__
-        for name, mine in before.items():  # keep hooks registered before the build: their handles refer to these dicts
-            if "_hooks" in name and mine:
-                merged = {**built.__dict__[name], **mine}
-                mine.clear()
-                mine.update(merged)
-                built.__dict__[name] = mine
-        if built._is_full_backward_hook is None:
-            built._is_full_backward_hook = self._is_full_backward_hook
+        if any("_hooks" in name and mine for name, mine in before.items()):
+            raise PlanError(f"hooks were registered on {self!r} before it was built: call build() first")
         object.__setattr__(self, "__dict__", built.__dict__)  # shared, so references to the built object stay valid
         try:
             self.__class__ = type(built)  # type: ignore[assignment]
@@ -86,10 +81,8 @@ class Lazy(nn.Module):
             if self._outline is _NOT_YET:
                 try:
                     with torch.inference_mode(False), _generators(None, restore=True), torch.device("meta"):
-                        outline: nn.Module | None = _without_data(_made_by(self._fn))
-                except PlanError:
-                    raise
-                except Exception:
+                        outline: nn.Module | None = _without_data(self._fn())
+                except Exception:  # that of the build will say more
                     outline = None
                 self.__dict__["_outline"] = outline  # not by __setattr__, which would register a submodule
             known: nn.Module | None = self._outline
@@ -146,22 +139,12 @@ def members(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, tensor
 
 
-def _made_by(fn: Callable[[], Any]) -> nn.Module:
-    made = fn()
-    if not isinstance(made, nn.Module):
-        raise PlanError(f"the function of a Lazy layer must return an nn.Module, but returned {type(made).__name__}")
-    return made
-
-
 @contextmanager
 def _generators(seed: int | None, *, restore: bool = False) -> Iterator[None]:
     """Set ``seed``, if given. The generators are restored afterwards if there is a seed or ``restore`` is set."""
-    if seed is None and not restore:
-        yield
-        return
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = list(range(torch.cuda.device_count())) if in_use else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices, enabled=restore or seed is not None):
         if seed is not None:
             torch.default_generator.manual_seed(seed)
             if devices:
@@ -171,12 +154,11 @@ def _generators(seed: int | None, *, restore: bool = False) -> Iterator[None]:
 
 def _without_data(module: nn.Module) -> nn.Module:
     """The module on the meta device; a copy if it has tensors elsewhere."""
-    uninitialized = (UninitializedParameter, UninitializedBuffer)
     memo: dict[int, Any] = {
         id(tensor): nn.Parameter(tensor.detach().to("meta"), tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)
         else tensor.to("meta")
         for tensor in (*module.parameters(), *module.buffers())
-        if not isinstance(tensor, uninitialized) and not tensor.is_meta
+        if not is_lazy(tensor) and not tensor.is_meta
     }
     return copy.deepcopy(module, memo) if memo else module

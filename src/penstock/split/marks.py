@@ -15,7 +15,7 @@ in which they are entered.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Self, TypeVar
 
@@ -23,29 +23,10 @@ import torch
 from torch import nn
 
 from penstock.errors import PlanError, did_you_mean
-from penstock.split.chain import LayerChain
+from penstock.split.plan import LayerChain
 from penstock.split.trace.state import recorder
 
-__all__ = [
-    "BeginBlock",
-    "Block",
-    "BlockFunction",
-    "CutPoint",
-    "Stage",
-    "begin_block_of",
-    "cut",
-    "cut_points",
-    "devices_of_stages",
-    "forward_block_of",
-    "groups_by_device",
-    "groups_by_name",
-    "remove_begin_block",
-]
-
 T = TypeVar("T")
-
-_SEARCH_DEPTH = 4
-"""Nesting depth to which plain lists and dicts are searched for cut points."""
 
 
 class CutPoint(nn.Module):
@@ -75,12 +56,12 @@ def cut_points(model: nn.Module) -> dict[int, str]:
             found.setdefault(id(module), path)
         for attribute, value in vars(module).items():
             if attribute not in ("_modules", "_parameters", "_buffers"):
-                for name, point in _cut_points_in(value, _SEARCH_DEPTH):
+                for name, point in _cut_points_in(value):
                     found.setdefault(id(point), f"{prefix}{attribute}{name}")
     return found
 
 
-def _cut_points_in(value: Any, depth: int) -> Iterator[tuple[str, CutPoint]]:
+def _cut_points_in(value: Any, depth: int = 4) -> Iterator[tuple[str, CutPoint]]:
     if isinstance(value, CutPoint):
         yield "", value
     elif depth and isinstance(value, (list, tuple)):
@@ -122,8 +103,6 @@ class BlockFunction:
         self.block = Block(name, device)
 
     def __call__(self, function: F) -> F:
-        if not callable(function):
-            raise PlanError(f"BlockFunction({self.block.name!r}) decorates functions, got {type(function).__name__}")
         block = self.block
 
         @functools.wraps(function)
@@ -141,17 +120,13 @@ def BeginBlock(layer: F, name: str | None = None, device: str | torch.device | N
     Returns a module unchanged, with the same parameters and names, and a function wrapped.
     """
     block = Block(name, device)
+    before = getattr(layer, _ATTRIBUTE, None)
+    if before is not None or not callable(layer):
+        kind = type(layer).__name__
+        raise PlanError(f"BeginBlock takes a module or a function without a block, got a {kind} with {before!r}")
     if isinstance(layer, nn.Module):
-        before = begin_block_of(layer)
-        if before is not None:
-            kind = type(layer).__name__
-            raise PlanError(f"this {kind} already begins block {before.name!r}: it cannot begin {name!r} as well")
         layer.__dict__[_ATTRIBUTE] = block
         return layer
-    if not callable(layer):
-        raise PlanError(f"BeginBlock takes a module or a function, got {type(layer).__name__}")
-    if hasattr(layer, _ATTRIBUTE):
-        raise PlanError(f"this function already begins block {getattr(layer, _ATTRIBUTE).name!r}, not {name!r} as well")
 
     @functools.wraps(layer)
     def beginning(*args: Any, **kwargs: Any) -> Any:
@@ -193,8 +168,7 @@ class Stage:
         return Stage(*self.blocks, device=device)
 
     def __repr__(self) -> str:
-        names = ", ".join(map(repr, self.blocks))
-        return f"Stage({names})" + (f".on({self.device!r})" if self.device else "")
+        return f"Stage{self.blocks!r}" + (f".on({self.device!r})" if self.device else "")
 
 
 def _check_name(name: object) -> str:
@@ -203,14 +177,12 @@ def _check_name(name: object) -> str:
     return name
 
 
-def _check_device(name: str, device: object) -> str | None:
+def _check_device(name: str, device: Any) -> str | None:
     if device is None:
         return None
-    if not isinstance(device, (str, torch.device)):
-        raise PlanError(f"the device of {name} is a string or a torch.device, got {device!r}")
     try:
         return str(torch.device(device))
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise PlanError(f"{name} names a device {device!r} that torch does not know: {error}") from error
 
 
@@ -219,39 +191,28 @@ NamedStages = Sequence["str | Stage | Sequence[str]"]
 
 def groups_by_name(chain: LayerChain, stages: NamedStages) -> list[tuple[str, ...]]:
     """The blocks of each stage. Raises an error unless every block of the model is in exactly one stage."""
-    if isinstance(stages, (str, Stage)) or not isinstance(stages, Iterable):
-        raise PlanError(f'stages by name are a list, such as [["B1", "B2"], ["B3"]]: got {stages!r}')
-    groups = [_block_names(stage) for stage in stages]
+    groups: list[tuple[str, ...]] = []
     seen: dict[str, int] = {}
-    for index, names in enumerate(groups):
+    for index, stage in enumerate(stages):
+        given = stage.blocks if isinstance(stage, Stage) else stage
+        names = tuple(given) if isinstance(given, (list, tuple)) else (given,)
         if not names:
             raise PlanError(f"stage {index} has no blocks: {stages!r}")
         for name in names:
-            if not isinstance(name, str):
-                raise PlanError(f"blocks are named by strings, but stage {index} has {name!r} ({type(name).__name__})")
             if name not in chain.layers:
                 expected = ", ".join(map(repr, chain.layers))
-                guess = did_you_mean(name, chain.layers, otherwise=".", cutoff=0.4)
+                guess = did_you_mean(str(name), chain.layers, otherwise=".", cutoff=0.4)
                 raise PlanError(f"stage {index} has an unknown block {name!r}{guess} The model has {expected}")
             if name in seen:
                 raise PlanError(f"block {name!r} is in more than one stage, or twice in one: {seen[name]} and {index}")
             seen[name] = index
+        groups.append(names)
     missing = [name for name in chain.layers if name not in seen]
     if missing:
         names_missing = ", ".join(map(repr, missing))
         raise PlanError(f"no stage has the block(s) {names_missing}: every block of the model needs a stage")
     chain.edges(groups)  # an error if a value would have to go to an earlier stage
     return groups
-
-
-def _block_names(stage: str | Stage | Sequence[str]) -> tuple[str, ...]:
-    if isinstance(stage, Stage):
-        return stage.blocks
-    if isinstance(stage, str):
-        return (stage,)
-    if isinstance(stage, (list, tuple)):
-        return tuple(stage)
-    raise PlanError(f"a stage is a block's name, a list of names or a ps.Stage, got {stage!r}")
 
 
 def devices_of_stages(stages: NamedStages) -> tuple[str, ...] | None:
@@ -269,8 +230,5 @@ def groups_by_device(chain: LayerChain) -> list[tuple[str, ...]]:
     devices = chain.devices()
     without = [layer for layer in chain.layers if layer not in devices]
     if without:
-        raise PlanError(
-            f"stages follow from the blocks' devices only where each block has one, but {', '.join(without)} has none: "
-            "give it a device, or say stages=… "
-        )
+        raise PlanError(f"stages follow from devices if every block has one, but {', '.join(without)} has none")
     return [tuple(layers) for _, layers in groupby(chain.layers, key=lambda layer: devices[layer])]

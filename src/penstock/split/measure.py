@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import statistics
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -30,9 +30,8 @@ from torch import Tensor, nn
 
 from penstock._torch import pytree
 from penstock.errors import PlanError
-from penstock.split.chain import LayerChain, build_plan
-from penstock.split.module_state import preserve_state, temporary_copies
-from penstock.split.sample import accelerators_of, backward_roots, sample_arguments
+from penstock.split.plan import LayerChain, build_plan
+from penstock.split.sample import accelerators_of, backward_roots, preserve_state, sample_arguments, temporary_copies
 
 T = TypeVar("T")
 
@@ -53,11 +52,6 @@ class LayerMeasurement:
     sends: tuple[Mapping[int, int], ...]
     """Per outgoing edge, ordered by destination: the bytes of each value by number. A value on several edges has one
     number."""
-
-    @property
-    def output_bytes(self) -> tuple[int, ...]:
-        """The bytes sent over each outgoing edge."""
-        return tuple(sum(values.values()) for values in self.sends)
 
 
 @dataclass(frozen=True)
@@ -89,15 +83,11 @@ class LayerRun:
 
     def inputs(self) -> list[Any]:
         """Fresh copies of the stage's inputs."""
-        return _fresh_inputs(self.values)
+        return [pytree.tree_map(lambda x: x.fresh() if isinstance(x, _EdgeTensor) else x, v) for v in self.values]
 
     def clear_grads(self) -> None:
         for tensor in self.members:
             tensor.grad = None
-
-
-LayerTimer = Callable[[LayerRun], tuple[float, float]]
-"""Returns the seconds of forward and backward of a layer."""
 
 
 def measure(
@@ -107,7 +97,7 @@ def measure(
     timeout: float = 1.0,
     device: str | torch.device | None = None,
     finish: Callable[[Any], Any] | None = None,
-    timer: LayerTimer | None = None,
+    timer: Callable[[LayerRun], tuple[float, float]] | None = None,
 ) -> Measurement:
     """Run the chain layer by layer on ``sample``, forward and backward, in the modules' present modes.
 
@@ -115,7 +105,7 @@ def measure(
     ``device``, if given, while it runs. Hooks on the model's modules run.
 
     ``finish`` is applied to the model's output, for example a loss function; its cost belongs to the last layer.
-    ``timer`` replaces the timing of a layer.
+    ``timer`` replaces the timing of a layer: it returns the seconds of its forward and backward.
     """
     entry = chain.arguments(*sample_arguments(sample))
     plan = build_plan(chain, [(layer,) for layer in chain.layers])
@@ -132,20 +122,23 @@ def measure(
         for s, layer in enumerate(chain.layers):
             values = [edge_values.pop((src, s)) for src in plan.sources(s) or [-1]]
             targets, passed, last = plan.targets(s), dict[int, _EdgeTensor](), s == count - 1
-            with _name_layer_in_errors(chain, s):
+            try:
                 stage = plan.stage_module(s)
                 if last and finish is not None:
                     stage = _StageWithLoss(stage, finish)
                 members = [*stage.parameters(), *stage.buffers(), *(tensor for _, tensor in chain.members(layer))]
+                run = LayerRun(s, layer, stage, members, devices, targets, values)
                 with temporary_copies(members, target):
-                    output, saved_bytes = _run_counting_memory(stage, values, members, storages)
+                    output, saved_bytes = _run_counting_memory(run, storages)
                     for dst, value in zip(targets, output if len(targets) > 1 else [output], strict=not last):
                         edge_values[s, dst] = _to_edge_tensors(value, storages, passed, None, dst)
                     del output
-                    run = LayerRun(s, layer, stage, members, devices, targets, values)
                     run.clear_grads()
                     forward, backward = timer(run)
                     run.clear_grads()
+            except Exception as error:
+                where = f"layer {layer} (number {s + 1} of {count})"
+                raise PlanError(f"{where} does not run on the sample: {type(error).__name__}: {error}") from error
             for tensor in passed.values():
                 for cut in range(s + 1, tensor.dst + 1):
                     crossing[cut] += tensor_bytes(tensor.data)
@@ -191,13 +184,6 @@ class _Storages:
         return self._current[place]
 
 
-class _SavedTensor:
-    """Stands for a tensor saved for backward; freed when autograd frees the saved tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-
-
 def _storage(tensor: Tensor) -> tuple[int, int]:
     if tensor.layout is not torch.strided:
         return id(tensor), tensor_bytes(tensor)
@@ -227,11 +213,10 @@ def _edge_tensors(value: Any) -> list[_EdgeTensor]:
 
 def _sizes(value: Any, passed: Sequence[_EdgeTensor]) -> dict[int, int]:
     """The bytes of the tensors on an edge, by their number among the tensors that the layer sends."""
-    sizes: dict[int, int] = {}
+    sizes: Counter[int] = Counter()
     for one in _edge_tensors(value):
-        number = passed.index(one)
-        sizes[number] = sizes.get(number, 0) + tensor_bytes(one.data)
-    return sizes
+        sizes[passed.index(one)] += tensor_bytes(one.data)
+    return dict(sizes)
 
 
 class _StageWithLoss(nn.Module):
@@ -243,28 +228,22 @@ class _StageWithLoss(nn.Module):
         return self.finish(self.stage(*values))
 
 
-def _fresh_inputs(values: Sequence[Any]) -> list[Any]:
-    return [pytree.tree_map(lambda leaf: leaf.fresh() if isinstance(leaf, _EdgeTensor) else leaf, v) for v in values]
-
-
-def _run_counting_memory(
-    stage: nn.Module, values: Sequence[Any], members: Sequence[Tensor], storages: _Storages
-) -> tuple[Any, dict[int, int]]:
+def _run_counting_memory(run: LayerRun, storages: _Storages) -> tuple[Any, dict[int, int]]:
     """Run forward and backward once, as a warm-up; the output, and the bytes saved for backward by storage number."""
-    saved: list[weakref.ref[_SavedTensor]] = []
+    saved: list[weakref.ref[Tensor]] = []
 
-    def pack(tensor: Tensor) -> _SavedTensor:
-        holder = _SavedTensor(tensor)
-        saved.append(weakref.ref(holder))
-        return holder
+    def pack(tensor: Tensor) -> Tensor:
+        detached = tensor.detach()  # freed with the graph
+        saved.append(weakref.ref(detached))
+        return detached
 
-    inputs = _fresh_inputs(values)
+    inputs = run.inputs()
     copies = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    storages.enter(zip(copies, (one.storage for value in values for one in _edge_tensors(value)), strict=True))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder.tensor):
-        output = stage(*inputs)
-    member_storages = {_storage(tensor)[0] for tensor in members}
-    alive = [holder.tensor for ref in saved if (holder := ref()) is not None]  # the graph may be freed in part
+    storages.enter(zip(copies, (one.storage for value in run.values for one in _edge_tensors(value)), strict=True))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = run.stage(*inputs)
+    member_storages = {_storage(tensor)[0] for tensor in run.members}
+    alive = [tensor for ref in saved if (tensor := ref()) is not None]  # the graph may be freed in part
     numbers = {storages.number(tensor) for tensor in alive if _storage(tensor)[0] not in member_storages}
     roots = backward_roots(output)
     if roots:
@@ -311,13 +290,3 @@ def _synchronized_time(devices: set[torch.device]) -> float:
     for device in devices:
         torch.accelerator.synchronize(device)
     return perf_counter()
-
-
-@contextmanager
-def _name_layer_in_errors(chain: LayerChain, index: int) -> Iterator[None]:
-    """Turn an exception into a ``PlanError`` that names the layer."""
-    try:
-        yield
-    except Exception as error:
-        where = f"layer {chain.layers[index]} (number {index + 1} of {len(chain.layers)})"
-        raise PlanError(f"{where} does not run on the sample: {type(error).__name__}: {error}") from error

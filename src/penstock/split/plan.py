@@ -1,36 +1,41 @@
-"""``Plan``: the stages of a model, the edges and ties between them, and their placement. Plain data."""
+"""``LayerChain``: a model as a sequence of layers. ``Plan``: its stages, the edges and ties between them. Plain data.
+
+    model ──front end──▶ LayerChain ──balance──▶ groups of layers ──▶ Plan, and one module per stage
+
+A stage module takes one value per incoming edge, ordered by source stage, and returns one value per outgoing edge,
+ordered by destination. The first stage takes the value that ``arguments`` builds from the model's arguments; the
+last stage returns the model's output. A single value is not wrapped in a tuple:
+
+    first stage    module(value) -> x                    one edge out
+    middle stage   module(x, skip) -> (y, other)         two edges in, two edges out
+    last stage     module(y, other) -> output
+"""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock import _registry
-from penstock.errors import PlanError
+from penstock.errors import PlanError, did_you_mean
 from penstock.format import format_table
-
-if TYPE_CHECKING:
-    from penstock.split.chain import LayerChain
-    from penstock.split.check import CheckReport
-
-__all__ = ["Edge", "Plan", "StageSpec", "Tie", "run_stages"]
+from penstock.split.check import CheckReport, check_stages
+from penstock.split.flatten import is_plain_sequential
+from penstock.split.lazy import build, members
 
 FORMAT = 1
 
-
-@dataclass(frozen=True)
-class StageSpec:
-    """The layers of one stage and their size."""
-
-    layers: tuple[str, ...]
-    parameters: int
-    bytes: int
+Groups = Sequence[Sequence[str]]  # the layers of each stage
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,119 @@ class Edge:
     src: int
     dst: int
     values: tuple[str, ...] = ()
+
+
+class LayerChain(ABC):
+    """The layers of a model in execution order. Each front end is a subclass."""
+
+    model: nn.Module
+    layers: tuple[str, ...]
+    recipe: Mapping[str, Any]
+    """JSON data from which the front end ``recipe["front"]`` rebuilds the same chain for the same model."""
+    fixed: Mapping[str, Any] = MappingProxyType({})
+    """Arguments that the stages always pass to the model."""
+
+    @abstractmethod
+    def members(self, layer: str) -> Iterable[tuple[str, Tensor]]:
+        """The parameters and buffers that a layer uses, under every name that they have in the model."""
+
+    @abstractmethod
+    def edges(self, groups: Groups) -> tuple[Edge, ...]:
+        """The edges between these stages. Each stage has an edge to the next one, even without values."""
+
+    @abstractmethod
+    def stage(self, groups: Groups, index: int) -> nn.Module:
+        """The module of one stage: it holds the model's own modules under their own names."""
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The input of the first stage for a call of the model: by default its arguments by name."""
+        return bind_arguments(self.model, args, kwargs)
+
+    def crossing(self, cut: int) -> float:
+        """The cost of a cut before layer number ``cut``: the size or the number of the values that cross it."""
+        return 1.0
+
+    def devices(self) -> Mapping[str, str]:
+        """The devices that the user gave to layers."""
+        return {}
+
+
+def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by parameter name, without defaults.
+
+    ``*args`` stays a tuple under its name; ``**kwargs`` is expanded.
+    """
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise PlanError(f"{type(model).__name__} takes {signature}: {error}") from error
+    arguments = dict(bound.arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(name, {}))
+    return arguments
+
+
+class WholeModelChain(LayerChain):
+    """A chain of one layer, the whole model, for models whose forward cannot be traced."""
+
+    layers = ("model",)
+    recipe = {"front": "whole"}  # noqa: RUF012
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def members(self, layer: str) -> Iterable[tuple[str, Tensor]]:
+        return members(self.model, "")
+
+    def edges(self, groups: Groups) -> tuple[Edge, ...]:
+        if len(groups) > 1:
+            raise PlanError(f"the model is one layer, which cannot be cut into {len(groups)} stages")
+        return ()
+
+    def stage(self, groups: Groups, index: int) -> nn.Module:
+        return _WholeModelStage(build(self.model))
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, kwargs
+
+
+class _WholeModelStage(nn.Module):
+    """Calls the model, and shares its parameters, buffers and modules under the same names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        training = model.training
+        self.__dict__["_penstock_model"] = model
+        super().__init__()
+        model.training = training  # which the line above has set
+        for attribute in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[attribute] = getattr(model, attribute)
+
+    @property
+    def training(self) -> bool:
+        return bool(self.__dict__["_penstock_model"].training)
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        self.__dict__["_penstock_model"].training = value
+
+    def forward(self, value: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = value
+        return self.__dict__["_penstock_model"](*args, **kwargs)
+
+
+FRONT_ENDS: dict[str, Callable[[nn.Module, Mapping[str, Any]], LayerChain]] = {}
+"""Makes the chain of a model again from the recipe of a plan, by ``recipe["front"]``. ``penstock.split`` fills it."""
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """The layers of one stage and their size."""
+
+    layers: tuple[str, ...]
+    parameters: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -101,14 +219,22 @@ class Plan:
             raise PlanError(f"there is no stage {index}: the plan has {self.num_stages} (0..{self.num_stages - 1})")
         return self.require_chain().stage(self.groups, index)
 
+    def stage_modules(self) -> list[nn.Module]:
+        return [self.stage_module(s) for s in range(self.num_stages)]
+
     def check(self, sample: Any, *, rtol: float | None = None, atol: float | None = None) -> CheckReport:
         """Compare the stages with the whole model on ``sample``, the arguments of a call.
 
         Outputs, buffers and all gradients are compared; the first difference is an error. The model is not changed.
         """
-        from penstock.split.check import check_plan
+        chain, shared, run = self.require_chain(), self.recipe.get("shared_weights", ()), partial(run_stages, self)
 
-        return check_plan(self, sample, rtol=rtol, atol=atol)
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            if is_plain_sequential(chain.model):
+                return chain.model(chain.arguments(args, kwargs))
+            return chain.model(*args, **{**kwargs, **chain.fixed})
+
+        return check_stages(chain.model, whole, self.stage_modules, run, sample, shared, rtol, atol)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON. The model is not part of it."""
@@ -132,26 +258,27 @@ class Plan:
     def _from_data(cls, data: dict[str, Any]) -> Plan:
         if data["penstock_plan"] != FORMAT:
             raise PlanError(f"plan format {data['penstock_plan']} cannot be read here: expected {FORMAT}")
+        placement: dict[str, Any] = {}
         for key in ("devices", "ranks"):
+            placement[key] = None if data[key] is None else tuple(data[key])
             if data[key] is not None and len(data[key]) != len(data["stages"]):
                 raise PlanError(f"the plan has {len(data['stages'])} stages, but {len(data[key])} {key}")
         return cls(
-            stages=tuple(StageSpec(tuple(s["layers"]), s["parameters"], s["bytes"]) for s in data["stages"]),
-            edges=tuple(Edge(e["src"], e["dst"], tuple(e["values"])) for e in data["edges"]),
-            ties=tuple(Tie(tuple(t["names"]), tuple(t["stages"])) for t in data["ties"]),
-            devices=None if data["devices"] is None else tuple(data["devices"]),
-            ranks=None if data["ranks"] is None else tuple(data["ranks"]),
+            tuple(StageSpec(tuple(s["layers"]), s["parameters"], s["bytes"]) for s in data["stages"]),
+            tuple(Edge(e["src"], e["dst"], tuple(e["values"])) for e in data["edges"]),
+            tuple(Tie(tuple(t["names"]), tuple(t["stages"])) for t in data["ties"]),
             recipe=data["recipe"],
+            **placement,
         )
 
     def attach(self, model: nn.Module) -> Plan:
         """This plan with ``model``, which must have the same layers, parameter counts, edges and ties."""
-        from penstock.split import chain_from_recipe
-        from penstock.split.chain import build_plan
-
         if not isinstance(model, nn.Module):
             raise PlanError(f"a plan is attached to an nn.Module, got {type(model).__name__}")
-        chain = chain_from_recipe(model, self.recipe)
+        front = self.recipe.get("front")
+        if front not in FRONT_ENDS:
+            raise PlanError(f"the plan was made by a front end {front!r} that is not known here")
+        chain = FRONT_ENDS[front](model, self.recipe)
         planned = [layer for layers in self.groups for layer in layers]
         if sorted(planned) != sorted(chain.layers):
             raise PlanError(
@@ -159,23 +286,16 @@ class Plan:
                 f"({_shorten(chain.layers)}): this is a plan of another model"
             )
         fresh = build_plan(chain, self.groups, self.recipe.get("shared_weights", ()))
-        for index, (spec, other) in enumerate(zip(self.stages, fresh.stages, strict=True)):
-            if spec != other:
+        for what, ours, theirs in [
+            *((f"stage {i}", *pair) for i, pair in enumerate(zip(self.stages, fresh.stages, strict=True))),
+            ("edges", *(sorted((edge.src, edge.dst) for edge in plan.edges) for plan in (self, fresh))),
+            ("ties", *(sorted(" = ".join(tie.names) for tie in plan.ties) for plan in (self, fresh))),
+        ]:
+            if ours != theirs:
                 raise PlanError(
-                    f"the plan's stage {index} is {list(spec.layers)} with {spec.parameters} parameters, but the "
-                    f"model's is {list(other.layers)} with {other.parameters}: this is a plan of another model"
+                    f"the plan was made of another model, or its forward has changed: {what} of the plan: {ours}, of "
+                    f"the model: {theirs}. Split it again"
                 )
-        pairs = [sorted((edge.src, edge.dst) for edge in plan.edges) for plan in (self, fresh)]
-        if pairs[0] != pairs[1]:
-            raise PlanError(
-                f"the plan has edges {pairs[0]}, but the model's stages pass values along {pairs[1]}: its forward has "
-                "changed, so split it again"
-            )
-        if set(self.ties) != set(fresh.ties):
-            shown = [[" = ".join(tie.names) for tie in plan.ties] or ["nothing"] for plan in (self, fresh)]
-            raise PlanError(
-                f"the plan ties {', '.join(shown[0])}, but in the model {', '.join(shown[1])} is tied: split it again"
-            )
         return replace(self, chain=chain)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -220,7 +340,7 @@ def run_stages(
 ) -> Any:
     """Run the stages one after the other in this thread, on ``modules`` or new stage modules; the model's output."""
     chain = plan.require_chain()
-    modules = modules or [plan.stage_module(s) for s in range(plan.num_stages)]
+    modules = modules or plan.stage_modules()
     edge_values: dict[tuple[int, int], Any] = {}
     output: Any = None
     for s, module in enumerate(modules):
@@ -230,3 +350,64 @@ def run_stages(
         values = output if len(targets) > 1 else [output]
         edge_values.update(((s, dst), value) for dst, value in zip(targets, values, strict=False))
     return output
+
+
+SharedWeights = Sequence[Sequence[str]]  # names of parameters to be tied: [("embed.weight", "head.weight")]
+
+
+def find_ties(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> tuple[Tie, ...]:
+    """One tie per parameter that is used by several stages, or that ``shared`` gives several names."""
+    stages: dict[str, set[int]] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    for stage, layers in enumerate(groups):
+        for layer in layers:
+            for name, tensor in chain.members(layer):
+                if isinstance(tensor, nn.Parameter):
+                    parameters[name] = tensor
+                    stages.setdefault(name, set()).add(stage)
+    identity = {name: id(parameter) for name, parameter in parameters.items()}
+    declared: set[int] = set()
+    for names in shared:
+        if isinstance(names, str) or len(names) < 2:
+            raise PlanError(f"shared_weights takes pairs of names, such as ('a.weight', 'b.weight'), got {names!r}")
+        for name in names:
+            if name not in parameters:
+                hint = did_you_mean(name, parameters)
+                raise PlanError(f"shared_weights names {name!r}, which is not a parameter of the model{hint}")
+            kinds = [(tuple(parameters[n].shape), parameters[n].dtype) for n in (names[0], name)]
+            if kinds[0] != kinds[1]:
+                raise PlanError(f"shared_weights: {names[0]} is {kinds[0]}, {name} is {kinds[1]}: they cannot be one")
+        merged = {identity[name] for name in names}
+        first = identity[names[0]]
+        declared.add(first)
+        identity = {name: first if key in merged else key for name, key in identity.items()}
+    names_of: dict[int, list[str]] = {}
+    for name, key in identity.items():
+        names_of.setdefault(key, []).append(name)
+    ties = []
+    for key, own_names in names_of.items():
+        used_by = tuple(sorted(set().union(*(stages[name] for name in own_names))))
+        if len(used_by) > 1 or (key in declared and len(own_names) > 1):
+            ties.append(Tie(tuple(own_names), used_by))
+    return tuple(ties)
+
+
+def build_plan(chain: LayerChain, groups: Groups, shared: SharedWeights = ()) -> Plan:
+    """The plan whose stage ``i`` has the layers ``groups[i]``, with the ties that ``shared`` declares."""
+    specs = []
+    for layers in groups:
+        tensors = {id(tensor): tensor for layer in layers for _, tensor in chain.members(layer)}.values()
+        parameters = sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        specs.append(StageSpec(tuple(layers), parameters, size))
+    device_of = chain.devices()
+    devices = [next((device_of[layer] for layer in layers if layer in device_of), None) for layers in groups]
+    known = tuple(device for device in devices if device is not None)
+    return Plan(
+        tuple(specs),
+        chain.edges(groups),
+        find_ties(chain, groups, shared),
+        devices=known if len(known) == len(groups) else None,
+        recipe={**chain.recipe, **({"shared_weights": [list(names) for names in shared]} if shared else {})},
+        chain=chain,
+    )

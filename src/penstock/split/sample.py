@@ -1,19 +1,35 @@
-"""Samples: the arguments that a model is called with, and the values that a call returns."""
+"""Runs of a model on a sample: its arguments, the values that it returns, and the state to restore afterwards."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock._torch import DisableTorchFunction
 from penstock.errors import PlanError
-from penstock.split.chain import CountedOutput
 from penstock.split.flatten import is_plain_sequential
 from penstock.split.lazy import Lazy
+
+
+@dataclass(frozen=True)
+class CountedOutput:
+    """The output of the last stage when the model computes its own loss.
+
+    ``count`` is a 0-d tensor: the number of elements that the loss was averaged over (labels that are not ignored). The
+    loss of the mini-batch is the mean of the micro-batch losses weighted by it. With ``count=None`` the losses are
+    added: the model divided a sum by a number that was given for the whole mini-batch.
+    """
+
+    output: Any
+    count: Tensor | None
 
 
 def sample_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -24,10 +40,7 @@ def sample_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return sample, {}
     if isinstance(sample, Mapping) and all(isinstance(key, str) for key in sample):
         return (), dict(sample)
-    raise PlanError(
-        "sample is the arguments of a call: a tensor, a tuple of positional arguments or a dict of keyword "
-        f"arguments, not a {type(sample).__name__}"
-    )
+    raise PlanError(f"sample is the arguments of a call: a tensor, a tuple or a dict, not a {type(sample).__name__}")
 
 
 def sample_inputs(model: nn.Module, sample: Any) -> Any:
@@ -84,19 +97,121 @@ def backward_roots(output: Any) -> list[Tensor]:
 
 def accelerators_of(model: nn.Module, value: Any) -> set[torch.device]:
     """The accelerators that a model and its arguments are on; an error if tensors have no data yet."""
-    for name, module in model.named_modules():
-        if isinstance(module, Lazy):
-            raise PlanError(
-                f"layer {name} is not built yet, so it cannot run: build it, or do without a sample: "
-                "ps.split balances by parameters then, ps.plan by costs="
-            )
-    devices = set()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *named_leaves(value, "sample")):
-        if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-            raise PlanError(
-                f"{name} is on the meta device, where nothing runs: give it values, or do without a sample: "
-                "ps.split balances by parameters then, ps.plan by costs="
-            )
-        if isinstance(tensor, Tensor) and tensor.device.type != "cpu":
-            devices.add(tensor.device)
-    return devices
+    values = (*model.named_parameters(), *model.named_buffers(), *named_leaves(value, "sample"))
+    tensors = {name: tensor for name, tensor in values if isinstance(tensor, Tensor)}
+    empty = [f"layer {name} is not built yet" for name, part in model.named_modules() if isinstance(part, Lazy)]
+    empty += [f"{name} is on the meta device" for name, tensor in tensors.items() if tensor.is_meta]
+    if empty:
+        raise PlanError(f"{empty[0]}, so it cannot run: give it values, or leave the sample out")
+    return {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
+
+
+class ModuleState:
+    """A snapshot of the attributes of modules and of the states of the random generators.
+
+    With ``alone=False`` other threads may be drawing random numbers, so the generators are not restored.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], alone: bool = True) -> None:
+        self.alone = alone
+        self.modules = []  # with their attributes, and the contents of lists, dicts and sets among them
+        for module in modules:
+            containers = {k: v for k, v in vars(module).items() if isinstance(v, (dict, list, set))}
+            contents = {k: list(v.items()) if isinstance(v, dict) else list(v) for k, v in containers.items()}
+            self.modules.append((module, dict(vars(module)), contents))
+        with DisableTorchFunction():  # this may run within a trace
+            self.torch = torch.get_rng_state()
+        self.python = random.getstate()
+        numpy: Any = sys.modules.get("numpy.random")
+        self.numpy = None if numpy is None else numpy.get_state()
+
+    def changed(self, module: nn.Module) -> list[str]:
+        """The attributes of one of the modules that have changed since."""
+        now, names = vars(module), list[str]()
+        for attributes, contents in (entry[1:] for entry in self.modules if entry[0] is module):
+            names += [name for name in {**attributes, **now} if now.get(name, now) is not attributes.get(name, now)]
+            names += [name for name, items in contents.items() if name in now and not _same(now[name], items)]
+        return list(dict.fromkeys(names))
+
+    def random_drawn(self) -> bool:
+        """Whether Python, NumPy or torch has drawn random numbers since."""
+        if not self.alone:
+            return False
+        numpy: Any = sys.modules.get("numpy.random")
+        numpy_drawn = self.numpy is not None and str(numpy.get_state()) != str(self.numpy)
+        with DisableTorchFunction():
+            torch_drawn = not torch.equal(torch.get_rng_state(), self.torch)
+        return numpy_drawn or torch_drawn or random.getstate() != self.python
+
+    def restore(self) -> None:
+        for module, attributes, contents in self.modules:
+            now = vars(module)
+            if now.keys() != attributes.keys() or any(now[name] is not value for name, value in attributes.items()):
+                now.clear()
+                now.update(attributes)
+            for name, items in contents.items():
+                if not _same(now[name], items):
+                    now[name].clear()
+                    (now[name].extend if isinstance(now[name], list) else now[name].update)(items)
+        if not self.alone:
+            return
+        with DisableTorchFunction():
+            torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)
+
+
+def _same(container: Any, items: list[Any]) -> bool:
+    if isinstance(container, dict):
+        now = list(container.items())
+        return len(now) == len(items) and all(a is c and b is d for (a, b), (c, d) in zip(now, items, strict=True))
+    return len(container) == len(items) and all(a is b for a, b in zip(container, items, strict=True))
+
+
+@contextmanager
+def temporary_copies(tensors: Iterable[Tensor], device: torch.device | None = None) -> Iterator[None]:
+    """Let parameters and buffers hold copies of their data, on ``device`` if given; restores the original data."""
+    data = {id(tensor): (tensor, tensor.data) for tensor in tensors}
+    try:
+        for tensor, values in data.values():
+            tensor.data = values.to(device or values.device, copy=True)
+        yield
+    finally:
+        for tensor, values in data.values():
+            tensor.data = values
+
+
+@contextmanager
+def preserve_state(model: nn.Module, devices: set[torch.device]) -> Iterator[Callable[[], None]]:
+    """Restore a model's attributes, modes and gradients and the random generators, whatever runs inside.
+
+    Yields a function that restores them at once. Inside, parameters have no gradients and their post-accumulate hooks
+    are removed. The values of parameters and buffers are protected by ``temporary_copies``.
+    """
+    before = ModuleState(model.modules())
+    modules = [(torch.get_device_module(device), device) for device in devices]
+    generators = [(module.get_rng_state(device), module, device) for module, device in modules]
+    parameters = [(p, p.grad, p.requires_grad, p._post_accumulate_grad_hooks) for p in model.parameters()]
+    hook_dicts = [(hooks, dict(hooks)) for *_, hooks in parameters if hooks]
+
+    def reset() -> None:
+        before.restore()
+        for state, module, device in generators:
+            module.set_rng_state(state, device)
+        for parameter, _, requires_grad, _ in parameters:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+            parameter.grad = None
+
+    try:
+        for hooks, _ in hook_dicts:
+            hooks.clear()
+        reset()
+        yield reset
+    finally:
+        reset()
+        for parameter, grad, *_ in parameters:
+            parameter.grad = grad
+        for hooks, original in hook_dicts:
+            hooks.update(original)

@@ -12,17 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import PlanError
-from penstock.split.chain import Groups, LayerChain
 from penstock.split.flatten import FlatSequential, check_no_hooks, layers_of, paths_of
 from penstock.split.lazy import build, members
-from penstock.split.plan import Edge
+from penstock.split.plan import Edge, Groups, LayerChain
 from penstock.split.skip import Skip, SkipKey, SkipUseError, match_skips, use_stash
 
-ACTIVATION = None
-"""The key of the activation, among the keys of skips."""
+ACTIVATION = None  # its key, among the keys of skips
 
 
 class SequentialChain(LayerChain):
@@ -35,9 +33,18 @@ class SequentialChain(LayerChain):
         self.recipe = {"front": "sequential"}
         if not self.layers:
             raise PlanError("the nn.Sequential has no layers: there is nothing to split")
-        for layer in self.layers:
-            self._check_sizes_known(layer)
-        self._check_no_lost_members()
+        held: set[int] = set()
+        for layer, module in layers_of(model).items():
+            tensors = [tensor for _, tensor in self.members(layer)]
+            held.update(map(id, tensors))
+            if any(map(is_lazy, tensors)):
+                kind = type(module).__name__
+                raise PlanError(f"layer {layer} ({kind}) does not know its size yet: run the model on a batch first")
+        own = {**model._parameters, **model._buffers}
+        kept = {k: t for k, t in own.items() if t is not None and k not in model._non_persistent_buffers_set}
+        lost = [name for name, tensor in kept.items() if id(tensor) not in held]
+        if lost:
+            raise PlanError(f"{', '.join(lost)} of the nn.Sequential itself would be lost: make it part of a layer")
         self._skips = match_skips(layers_of(model))
 
     def members(self, layer: str) -> Iterator[tuple[str, Tensor]]:
@@ -61,8 +68,11 @@ class SequentialChain(LayerChain):
         stage: nn.Module
         crossing = self._crossing(groups)
         if any(skips and index in pair for pair, skips in crossing.items()):
-            takes = [_edge_keys(pair, skips) for pair, skips in sorted(crossing.items()) if pair[1] == index]
-            gives = [_edge_keys(pair, skips) for pair, skips in sorted(crossing.items()) if pair[0] == index]
+            keys: dict[tuple[int, int], list[SkipKey | None]] = {}  # of an edge: the activation, if it is to the next
+            for (src, dst), skips in sorted(crossing.items()):
+                keys[src, dst] = [*([ACTIVATION] if dst == src + 1 else []), *(skip.key for skip in skips)]
+            takes = [values for (_, dst), values in keys.items() if dst == index]
+            gives = [values for (src, _), values in keys.items() if src == index]
             stage = SkipStage(parts, tree, takes or [[ACTIVATION]], gives or [[ACTIVATION]])
         elif isinstance(self.model, FlatSequential):
             stage = FlatSequential(parts, tree)
@@ -93,29 +103,6 @@ class SequentialChain(LayerChain):
             if pair[0] != pair[1]:
                 crossing.setdefault(pair, []).append(skip)
         return crossing
-
-    def _check_sizes_known(self, layer: str) -> None:
-        unknown = (UninitializedParameter, UninitializedBuffer)
-        if any(isinstance(tensor, unknown) for _, tensor in self.members(layer)):
-            kind = type(layers_of(self.model)[layer]).__name__
-            raise PlanError(f"layer {layer} ({kind}) does not know its size yet: run the model on a batch first")
-
-    def _check_no_lost_members(self) -> None:
-        held = {id(tensor) for layer in self.layers for _, tensor in self.members(layer)}
-        non_persistent = self.model._non_persistent_buffers_set
-        own = {**self.model._parameters, **{k: v for k, v in self.model._buffers.items() if k not in non_persistent}}
-        lost = [name for name, tensor in own.items() if tensor is not None and id(tensor) not in held]
-        if lost:
-            raise PlanError(
-                f"{', '.join(lost)} of the nn.Sequential itself would be lost, because no stage holds it: "
-                "make it part of the layer that uses it"
-            )
-
-
-def _edge_keys(pair: tuple[int, int], skips: Sequence[Skip]) -> list[SkipKey | None]:
-    """The keys of the values on an edge: the activation, if it leads to the next stage, then the skips."""
-    activation: list[SkipKey | None] = [ACTIVATION] if pair[1] == pair[0] + 1 else []
-    return [*activation, *(skip.key for skip in skips)]
 
 
 class SkipStage(FlatSequential):

@@ -21,8 +21,8 @@ import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from functools import wraps
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from torch import nn
 
@@ -30,35 +30,17 @@ from penstock.errors import PenstockError, PlanError
 from penstock.split.flatten import is_plain_sequential, layers_of
 from penstock.split.lazy import Lazy
 
-__all__ = [
-    "Namespace",
-    "Skip",
-    "SkipError",
-    "SkipFault",
-    "SkipKey",
-    "SkipUseError",
-    "Skippable",
-    "match_skips",
-    "pop",
-    "skip_faults",
-    "skippable",
-    "stash",
-    "stashed_values",
-    "use_stash",
-    "verify_skippables",
-]
-
 M = TypeVar("M", bound=nn.Module)
-SkipUseFault = Literal["stash not declared", "pop not declared", "left to stash", "left to pop", "not stashed"]
 
 
 class SkipUseError(PenstockError, RuntimeError):
     """A layer stashes or pops a value that it did not declare, or pops one that was not stashed.
 
-    ``fault`` and ``names`` describe the error, where possible.
+    ``fault`` is "stash not declared", "pop not declared", "left to stash", "left to pop", "not stashed" or None, and
+    ``names`` are the names that it is about.
     """
 
-    def __init__(self, message: str, fault: SkipUseFault | None = None, names: Iterable[str] = ()) -> None:
+    def __init__(self, message: str, fault: str | None = None, names: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.fault = fault
         self.names = tuple(names)
@@ -71,52 +53,45 @@ class Namespace:
     _id: str = field(default_factory=lambda: uuid.uuid4().hex, repr=False)
 
 
-SkipKey = tuple[Namespace | None, str]
-"""The namespace of a skip (None: the default one) and its name."""
+SkipKey = tuple[Namespace | None, str]  # the namespace of a skip (None: the default one) and its name
 
 
 @dataclass(frozen=True)
-class Stash:
+class SkipRequest:
+    """A stash or a pop, for which a layer's forward yields."""
+
+    verb: str
     name: str
-    value: Any
+    value: Any = None
 
 
-@dataclass(frozen=True)
-class Pop:
-    name: str
-
-
-def stash(name: str, value: Any) -> Stash:
+def stash(name: str, value: Any) -> SkipRequest:
     """``yield ps.stash("name", value)`` in a skippable layer's forward keeps a tensor (or None) for a later layer."""
-    return Stash(name, value)
+    return SkipRequest("stash", name, value)
 
 
-def pop(name: str) -> Pop:
+def pop(name: str) -> SkipRequest:
     """``value = yield ps.pop("name")`` in a skippable layer's forward gets the value that an earlier layer stashed."""
-    return Pop(name)
+    return SkipRequest("pop", name)
 
 
-class _ThreadStash(threading.local):
-    def __init__(self) -> None:
-        self.values: dict[SkipKey, Any] = {}
-
-
-_thread_stash = _ThreadStash()
+_thread = threading.local()
 
 
 def stashed_values() -> dict[SkipKey, Any]:
     """The values of this thread that are stashed and not yet popped."""
-    return _thread_stash.values
+    values: dict[SkipKey, Any] = _thread.__dict__.setdefault("values", {})
+    return values
 
 
 @contextmanager
 def use_stash(values: dict[Any, Any]) -> Iterator[None]:
     """Let layers in this thread stash into ``values`` and pop from it."""
-    before, _thread_stash.values = _thread_stash.values, values
+    before, _thread.values = stashed_values(), values
     try:
         yield
     finally:
-        _thread_stash.values = before
+        _thread.values = before
 
 
 class Skippable:
@@ -134,13 +109,12 @@ class Skippable:
 
     def isolate(self, namespace: Namespace | None, only: Iterable[str] | None = None) -> Self:
         """Move this layer's names (or ``only`` some) to a namespace, or to the default one. Returns the layer."""
-        if not isinstance(namespace, Namespace | None):
-            raise PlanError(f"isolate takes a Namespace, got {type(namespace).__name__}: make one with ps.Namespace()")
         declared = dict.fromkeys((*self._skip_stash, *self._skip_pop))
         names = list(declared) if only is None else _names("only", only)
         unknown = [name for name in names if name not in declared]
         if unknown:
-            raise PlanError(f"{_kind(self)} declares {_quoted(declared)}, but {_quoted(unknown)} was to be isolated")
+            kind = type(self).__name__
+            raise PlanError(f"{kind} declares {_quoted(declared)}, but {_quoted(unknown)} was to be isolated")
         self._skip_namespaces = {**self._skip_namespaces, **dict.fromkeys(names, namespace)}
         return self
 
@@ -164,8 +138,6 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     stashed, popped = _names("stash", stash), _names("pop", pop)
 
     def decorate(cls: type[M]) -> type[M]:
-        if not isinstance(cls, type) or not issubclass(cls, nn.Module):
-            raise PlanError(f"skippable decorates a class of nn.Modules, got {cls!r}")
         body = {
             "forward": getattr(cls.forward, "_skip_forward", cls.forward),
             "_skip_stash": stashed,
@@ -187,19 +159,23 @@ def _generator_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def driven(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = forward(self, *args, **kwargs)
-        todo = {Stash: dict.fromkeys(self._skip_stash), Pop: dict.fromkeys(self._skip_pop)}
+        todo = {"stash": dict.fromkeys(self._skip_stash), "pop": dict.fromkeys(self._skip_pop)}
         if isinstance(result, Generator):
+            answers: list[Any] = [None]  # popped at once, so that a value is freed with its last user
             try:
-                result = _run_generator(self, result, todo)
+                while True:
+                    answers.append(_handle_request(self, result.send(answers.pop()), todo))
+            except StopIteration as end:
+                result = end.value
             except BaseException:
-                _thread_stash.values.clear()  # values of a failed call
+                stashed_values().clear()  # values of a failed call
                 raise
-        left = [f"{verb} {_quoted(todo[kind])}" for kind, verb in ((Stash, "stash"), (Pop, "pop")) if todo[kind]]
+        left = [verb for verb, names in todo.items() if names]
         if left:
+            each = " and to ".join(f"{verb} {_quoted(todo[verb])}" for verb in left)
+            kind = type(self).__name__
             raise SkipUseError(
-                f"{_kind(self)} declares to {' and to '.join(left)}, but its forward ended without",
-                "left to stash" if todo[Stash] else "left to pop",
-                todo[Stash] or todo[Pop],
+                f"{kind} declares to {each}, but its forward ended without", f"left to {left[0]}", todo[left[0]]
             )
         return result
 
@@ -207,51 +183,32 @@ def _generator_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return driven
 
 
-def _run_generator(layer: Skippable, forward: Generator[Any, Any, Any], todo: Mapping[type, dict[str, None]]) -> Any:
-    step: Callable[[], Any] = partial(next, forward)
-    while True:
-        try:
-            request = step()
-        except StopIteration as end:
-            return end.value
-        try:
-            answer = _handle_request(layer, request, todo)
-        except SkipUseError as error:  # raised at the yield, so that the traceback shows that line
-            step = partial(forward.throw, error)
-        else:
-            step = partial(forward.send, answer)
-            del request, answer
-
-
-def _handle_request(layer: Skippable, request: Any, todo: Mapping[type, dict[str, None]]) -> Any:
-    if not isinstance(request, (Stash, Pop)):
+def _handle_request(layer: Skippable, request: Any, todo: Mapping[str, dict[str, None]]) -> Any:
+    """Stash or pop a value; returns the value of the layer's ``yield``."""
+    kind = type(layer).__name__
+    if not isinstance(request, SkipRequest):
+        raise SkipUseError(f"the forward of {kind} yields a {type(request).__name__}: it must return its output")
+    name, verb = request.name, request.verb
+    if name not in todo[verb]:
+        if name in (layer._skip_stash if verb == "stash" else layer._skip_pop):
+            done = "stashed" if verb == "stash" else "popped"
+            raise SkipUseError(f"{kind} has {done} '{name}' already: a value is {done} once")
         raise SkipUseError(
-            f"the forward of {_kind(layer)} yields a {type(request).__name__}: it may only yield ps.stash(…) and "
-            "ps.pop(…), and must return its output"
-        )
-    name, kind = request.name, type(request)
-    verb, done = ("stash", "stashed") if kind is Stash else ("pop", "popped")
-    if name not in todo[kind]:
-        declared = layer._skip_stash if kind is Stash else layer._skip_pop
-        if name in declared:
-            raise SkipUseError(f"{_kind(layer)} has {done} '{name}' already: a value is {done} once")
-        raise SkipUseError(
-            f"{_kind(layer)} does not declare to {verb} '{name}': say @skippable({verb}=['{name}', …])",
-            "stash not declared" if kind is Stash else "pop not declared",
+            f"{kind} does not declare to {verb} '{name}': say @skippable({verb}=['{name}', …])",
+            f"{verb} not declared",
             [name],
         )
-    key = (layer._skip_namespaces.get(name), name)
-    if isinstance(request, Stash):
-        _thread_stash.values[key] = request.value
-        answer = None
-    elif key in _thread_stash.values:
-        answer = _thread_stash.values.pop(key)
+    key, values, answer = (layer._skip_namespaces.get(name), name), stashed_values(), None
+    if verb == "stash":
+        values[key] = request.value
+    elif key in values:
+        answer = values.pop(key)
     else:
         isolated = " in its namespace" if key[0] is not None else ""
         raise SkipUseError(
-            f"{_kind(layer)} pops '{name}', but no layer before it has stashed that{isolated}", "not stashed", [name]
+            f"{kind} pops '{name}', but no layer before it has stashed that{isolated}", "not stashed", [name]
         )
-    del todo[kind][name]
+    del todo[verb][name]
     return answer
 
 
@@ -259,8 +216,6 @@ def _names(what: str, given: Iterable[str]) -> tuple[str, ...]:
     names = (given,) if isinstance(given, str) else tuple(given)
     if isinstance(given, str) or any(not isinstance(name, str) for name in names):
         raise PlanError(f"{what} must be a list of names, got {given!r}")
-    if len(set(names)) < len(names):
-        raise PlanError(f"{what} has a name twice: {list(names)}")
     return names
 
 
@@ -268,13 +223,6 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f"'{name}'" for name in names) or "no names"
 
 
-def _kind(layer: Any) -> str:
-    return type(layer).__name__
-
-
-SkipFaultKind = Literal[
-    "not popped", "not stashed", "popped before stashed", "stashed twice", "popped twice", "both in one layer"
-]
 _RunOrder = tuple[int, ...]
 
 
@@ -282,14 +230,14 @@ _RunOrder = tuple[int, ...]
 class SkipFault:
     """A name whose stash and pop do not match, and the modules that declare it."""
 
-    kind: SkipFaultKind
+    kind: str
     name: str
     namespace: Namespace | None
-    modules: tuple[str, ...]
-    """The stashing module first, if any; or the first and second module of a repeated stash or pop."""
+    modules: tuple[str, str]
+    """The stashing and the popping module; the first and second of a repeated one; or the only one, twice."""
 
     def __str__(self) -> str:
-        name, first, last = f"'{self.name}'", self.modules[0], self.modules[-1]
+        name, (first, last) = f"'{self.name}'", self.modules
         return {
             "not popped": f"{name} is stashed by {first}, but no layer pops it",
             "not stashed": f"{name} is popped by {first}, but no layer stashes it",
@@ -321,11 +269,9 @@ class Skip:
     dst: str
 
 
-@dataclass(frozen=True)
-class _SkipUse:
-    """A stash or pop of a module. ``order`` is its position in nested Sequentials."""
+class _SkipUse(NamedTuple):
+    """A stash or pop in a layer, by one of its modules. ``order`` is the module's position in nested Sequentials."""
 
-    key: SkipKey
     layer: str
     module: str
     order: _RunOrder
@@ -340,10 +286,31 @@ def verify_skippables(model: nn.Module) -> None:
 
 def match_skips(layers: Mapping[str, nn.Module]) -> list[Skip]:
     """The skips between layers in this order, ordered by source; an error if stash and pop do not match."""
-    faults = skip_faults(layers)
+    stashes: dict[SkipKey, list[_SkipUse]] = {}
+    pops: dict[SkipKey, list[_SkipUse]] = {}
+    for number, (layer, module) in enumerate(layers.items()):
+        for name, part, order in _skippables(layer, module, (number,)):
+            use = _SkipUse(layer, f"{name} ({type(part).__name__})", order)
+            for key in part.stashes():
+                stashes.setdefault(key, []).append(use)
+            for key in part.pops():
+                pops.setdefault(key, []).append(use)
+    faults = []
+    for key in dict.fromkeys((*stashes, *pops)):
+        stashed, popped = stashes.get(key, []), pops.get(key, [])
+        found = [("stashed twice", stashed[0], use) for use in stashed[1:]]
+        found += [("popped twice", popped[0], use) for use in popped[1:]]
+        if not popped:
+            found.append(("not popped", stashed[0], stashed[0]))
+        elif not stashed:
+            found.append(("not stashed", popped[0], popped[0]))
+        elif stashed[0].module == popped[0].module:
+            found.append(("both in one layer", stashed[0], stashed[0]))
+        elif popped[0].order < stashed[0].order:
+            found.append(("popped before stashed", stashed[0], popped[0]))
+        faults += [SkipFault(kind, key[1], key[0], (first.module, last.module)) for kind, first, last in found]
     if faults:
         raise SkipError(faults)
-    stashes, pops = _declared(layers)
     spaces = list(dict.fromkeys(key[0] for key in stashes if key[0] is not None))
     skips = []
     for key, (stash,) in stashes.items():
@@ -351,44 +318,6 @@ def match_skips(layers: Mapping[str, nn.Module]) -> list[Skip]:
         label = name if space is None else f"{name}@{spaces.index(space) + 1}"
         skips.append(Skip(key, label, stash.layer, pops[key][0].layer))
     return skips
-
-
-def skip_faults(layers: Mapping[str, nn.Module]) -> list[SkipFault]:
-    """All mismatches of the skips between layers in this order."""
-    stashes, pops = _declared(layers)
-    faults = []
-
-    def fault(kind: SkipFaultKind, key: SkipKey, *uses: _SkipUse) -> None:
-        faults.append(SkipFault(kind, key[1], key[0], tuple(use.module for use in uses)))
-
-    for key in dict.fromkeys((*stashes, *pops)):
-        stashed, popped = stashes.get(key, []), pops.get(key, [])
-        for use in stashed[1:]:
-            fault("stashed twice", key, stashed[0], use)
-        for use in popped[1:]:
-            fault("popped twice", key, popped[0], use)
-        if not popped:
-            fault("not popped", key, stashed[0])
-        elif not stashed:
-            fault("not stashed", key, popped[0])
-        elif stashed[0].module == popped[0].module:
-            fault("both in one layer", key, stashed[0])
-        elif popped[0].order < stashed[0].order:
-            fault("popped before stashed", key, stashed[0], popped[0])
-    return faults
-
-
-def _declared(layers: Mapping[str, nn.Module]) -> tuple[dict[SkipKey, list[_SkipUse]], dict[SkipKey, list[_SkipUse]]]:
-    stashes: dict[SkipKey, list[_SkipUse]] = {}
-    pops: dict[SkipKey, list[_SkipUse]] = {}
-    for number, (layer, module) in enumerate(layers.items()):
-        for name, part, order in _skippables(layer, module, (number,)):
-            where = f"{name} ({type(part).__name__})"
-            for key in part.stashes():
-                stashes.setdefault(key, []).append(_SkipUse(key, layer, where, order))
-            for key in part.pops():
-                pops.setdefault(key, []).append(_SkipUse(key, layer, where, order))
-    return stashes, pops
 
 
 def _skippables(name: str, module: nn.Module, order: _RunOrder) -> Iterator[tuple[str, Skippable, _RunOrder]]:

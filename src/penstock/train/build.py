@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.engine.distributed import DistributedExecutor
 from penstock.engine.executor import Executor
-from penstock.engine.failure.rendezvous import Rendezvous, pipeline_config
 from penstock.engine.failure.status import HangLimits
+from penstock.engine.failure.watch import Rendezvous, pipeline_config
 from penstock.engine.loss import LossAndOutputs, check_outputs, loss_rule
 from penstock.engine.offload.activations import activation_offload
 from penstock.engine.offload.copies import HostBufferPool
@@ -29,11 +29,15 @@ from penstock.errors import PlanError
 from penstock.schedule.costs import Costs
 from penstock.schedule.provider import AUTO, ScheduleProvider
 from penstock.split.plan import Plan
-from penstock.train.devices import assign_devices, marked_devices, named_devices
-from penstock.train.materialise import materialise
+from penstock.train.launch import num_gpus, parse_device
 from penstock.train.mesh import Mesh
 from penstock.train.optimizer_offload import Offload
-from penstock.train.state import FqnMap, all_fqns
+from penstock.train.state import FqnMap
+
+Devices = Sequence[torch.device | str | int] | torch.device | str | int | None
+
+Init = Callable[[nn.Module], object]
+"""Fills the parameters and buffers of a stage that was on the meta device."""
 
 Parallelize = Callable[[nn.Module, Mesh], nn.Module | None]
 """Makes a parallel module of a stage's; None where it has changed the stage in place."""
@@ -49,24 +53,15 @@ class Options(SimpleNamespace):
             raise PlanError(f"batchnorm must be 'microbatch' or 'deferred', got {self.batchnorm!r}")
         if self.accumulate not in (None, "fp32"):
             raise PlanError(f"accumulate must be 'fp32' or None, got {self.accumulate!r}")
-        if not isinstance(self.dynamic, bool):
-            raise PlanError(f"dynamic must be True or False, got {self.dynamic!r}")
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             raise PlanError(f"seed must be a whole number, got {self.seed!r}")
         for limit in self.limits:
             if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
-                raise PlanError(
-                    "timeout must be a number of seconds, or None for never, or a pair of them, for the warning and "
-                    f"for the error: got {self.timeout!r}"
-                )
+                raise PlanError(f"timeout must be seconds, None for never, or a pair of them: got {self.timeout!r}")
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise PlanError(f"offload must be ps.Offload(…), got {type(self.offload).__name__}")
         if self.offload is not None and self.offload.weights and self.parallelize is not None:
             raise PlanError("parallelize wants weights that stay where they are: leave out Offload(weights=True)")
-        if self.parallelize is not None and not callable(self.parallelize):
-            raise PlanError(f"parallelize must be a function of (stage, mesh), got {type(self.parallelize).__name__}")
-        if self.init is not None and not callable(self.init):
-            raise PlanError(f"init must be a function of a stage's module, got {type(self.init).__name__}")
 
     @property
     def limits(self) -> tuple[Any, Any]:
@@ -78,23 +73,17 @@ class Options(SimpleNamespace):
     def shared(self) -> dict[str, Any]:
         """The values that must be the same on every rank, beside the schedule."""
         names = ("seed", "accumulate", "batchnorm", "dynamic", "microbatch_size")
-        found = {name: getattr(self, name) for name in names}
-        return {**found, "timeout": self.limits, "parallelize": self.parallelize is not None}
+        derived = {"timeout": self.limits, "parallelize": self.parallelize is not None}
+        return {**{name: getattr(self, name) for name in names}, **derived}
 
 
-@dataclass(frozen=True)
-class Built:
-    """The plan with its placement, the stages of this process, and their executor."""
+def build(
+    plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvous | None
+) -> tuple[Plan, ScheduleProvider, dict[int, nn.Module], FqnMap, Executor]:
+    """The plan with its placement, its schedules, the stages of this process with their names, and their executor.
 
-    plan: Plan
-    source: ScheduleProvider
-    modules: dict[int, nn.Module]
-    fqn: FqnMap
-    executor: Executor
-
-
-def build(plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvous | None) -> Built:
-    """Build the executor. Everything is checked before anything is moved, made or started."""
+    Everything is checked before anything is moved, made or started.
+    """
     if not isinstance(plan, Plan):
         raise PlanError(f"Pipeline takes a plan, got {type(plan).__name__}: make one with penstock.split(model, …)")
     plan.require_chain()
@@ -114,10 +103,7 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvou
     for s, module in modules.items():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if is_dtensor(tensor):
-                raise PlanError(
-                    f"{name} of stage {s} is a DTensor already: build the pipeline of a plain model, and let "
-                    "Pipeline(…, parallelize=…) shard or distribute its stages"
-                )
+                raise PlanError(f"{name} of stage {s} is a DTensor already: let Pipeline(…, parallelize=…) shard it")
     copies = place_tied_parameters(plan.ties, modules, {s: device_of[s] for s in own})
     offload = options.offload
     weights = host_weights(modules, device_of) if offload is not None and offload.weights else None
@@ -130,7 +116,7 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvou
             from penstock.train.parallelize import parallelize_stages  # FSDP takes seconds to import
 
             rendezvous.compare(pipeline_config(placed, source, shared))
-            fqn = FqnMap(all_fqns(plan.require_chain().model))
+            fqn = FqnMap(plan.require_chain().model)
             parallel = parallelize_stages(modules, mesh, options, plan.ties, copies, fqn)
     pool = HostBufferPool(offload.budget_bytes) if offload is not None and offload.activations else None
     first = 0 if mesh is None else mesh.data_rank * source.microbatches
@@ -156,17 +142,21 @@ def build(plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvou
     }
     executor: Executor
     if mesh is None:
-        joined = source if weights is None else source.with_merged_ranks(_joined_ranks(source, device_of, weights))
+        joined = source
+        if weights is not None:  # ranks on one device take turns where weights are moved: transfers need one order
+            of_rank = dict(zip(source.placement, device_of, strict=True))
+            places = [of_rank[rank] if of_rank[rank] in weights.copies else rank for rank in range(source.ranks)]
+            joined = source.with_merged_ranks([list(dict.fromkeys(places)).index(place) for place in places])
         executor = ThreadExecutor(placed, stages, joined, copies, HangLimits(*options.limits), **gradients)
     else:
         assert rendezvous is not None
         executor = DistributedExecutor(placed, stages, source, copies, mesh, rendezvous, shared, **gradients)
-    return Built(placed, source, modules, fqn, executor)
+    return placed, source, modules, fqn, executor
 
 
 def _schedules(plan: Plan, options: Options, mesh: Mesh | None) -> ScheduleProvider:
     """The schedules of the pipeline, for any number of micro-batches."""
-    named = named_devices(options.devices)
+    one_device = options.devices is None or isinstance(options.devices, (str, torch.device, int))
     costs = options.schedule if isinstance(options.schedule, Costs) else None
     source = ScheduleProvider(
         AUTO if costs is not None else options.schedule,
@@ -174,17 +164,14 @@ def _schedules(plan: Plan, options: Options, mesh: Mesh | None) -> ScheduleProvi
         [(edge.src, edge.dst) for edge in plan.edges],
         options.microbatches,
         ranks=None if mesh is None else mesh.pipe,
-        max_ranks=None if named is None else len(named),
+        max_ranks=None if one_device else len(options.devices),
         recompute=options.recompute,
         microbatch_size=options.microbatch_size,
         costs=costs,
     )
     if mesh is not None and mesh.data > 1:
         if options.microbatch_size is not None and options.seed is not None:
-            raise PlanError(
-                "with a seed, replicas must know how many micro-batches the others have: say microbatches=…, and not "
-                f"microbatch_size={options.microbatch_size}"
-            )
+            raise PlanError("with a seed, replicas need equally many micro-batches: say microbatches=")
         loss_fn = options.loss_fn
         named_parameters = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
         trained = [name for name, parameter in named_parameters if parameter.requires_grad]
@@ -193,39 +180,106 @@ def _schedules(plan: Plan, options: Options, mesh: Mesh | None) -> ScheduleProvi
                 f"loss_fn has a parameter that is trained ({trained[0]}), whose gradients replicas would not sum: make "
                 "loss_fn a part of the model, which then computes its loss, or freeze the parameter"
             )
-    _check_running_statistics(plan, source.placement)
+    first: dict[int, int] = {}  # stages of several ranks would update running statistics in no defined order
+    for stage, layers in enumerate(plan.groups):
+        for name, tensor in (member for layer in layers for member in plan.require_chain().members(layer)):
+            if name.endswith(("running_mean", "running_var")):
+                ranks = [source.placement[s] for s in (first.setdefault(id(tensor), stage), stage)]
+                if ranks[0] != ranks[1]:
+                    raise PlanError(
+                        f"{name} keeps running statistics of stages {first[id(tensor)]} and {stage}, on ranks "
+                        f"{ranks[0]} and {ranks[1]}: put them on one rank, or use a layer in each"
+                    )
     return source
 
 
 def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: ScheduleProvider) -> list[torch.device]:
-    """The device of each stage."""
+    """The device of each stage: the mesh's, the given ones, or those that the plan has from its blocks."""
     if mesh is not None:
         return [mesh.device] * plan.num_stages
-    wanted = marked_devices(plan, source) if options.devices is None else options.devices
+    wanted = options.devices
+    if wanted is None and plan.devices is not None:
+        device_of_rank: dict[int, str] = {}
+        for stage, (rank, device) in enumerate(zip(source.placement, plan.devices, strict=True)):
+            if device_of_rank.setdefault(rank, device) != device:
+                raise PlanError(
+                    f"the plan puts stage {stage} on {device}, but the schedule gives it to rank {rank}, which has a "
+                    f"stage on {device_of_rank[rank]}: choose a schedule with one stage per rank, or say devices="
+                )
+        wanted = [device_of_rank[rank] for rank in range(source.ranks)]
     of_rank = assign_devices(wanted, source.ranks)
     return [of_rank[rank] for rank in source.placement]
 
 
-def _joined_ranks(source: ScheduleProvider, devices: Sequence[torch.device], weights: HostWeights) -> list[int]:
-    """Ranks on one device take turns where weights are moved to and from it: their transfers need one order."""
-    of_rank = dict(zip(source.placement, devices, strict=True))
-    places = [of_rank[rank] if of_rank[rank] in weights.copies else rank for rank in range(source.ranks)]
-    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
-    return [numbers[place] for place in places]
+def assign_devices(devices: Devices, ranks: int) -> list[torch.device]:
+    """One device per rank, with explicit index: the given list, the one given device, the GPUs in turn, or the CPU."""
+    if devices is None:
+        gpus = num_gpus()
+        return [torch.device("cuda", r % gpus) if gpus else torch.device("cpu") for r in range(ranks)]
+    given = [devices] * ranks if isinstance(devices, (str, torch.device, int)) else list(devices)
+    if len(given) < ranks:
+        raise PlanError(f"too few devices: {ranks} ranks, but {len(given)} devices were given: name some several times")
+    parsed = map(parse_device, given[:ranks])
+    return [torch.device("cuda", device.index or 0) if device.type == "cuda" else device for device in parsed]
 
 
-def _check_running_statistics(plan: Plan, placement: Sequence[int]) -> None:
-    """Refuse running statistics that stages of several ranks update: they would be updated in no defined order."""
-    chain = plan.require_chain()
-    first: dict[int, int] = {}
-    for stage, layers in enumerate(plan.groups):
-        for layer in layers:
-            for name, tensor in chain.members(layer):
-                if not name.endswith(("running_mean", "running_var")):
+def materialise(
+    modules: Mapping[int, nn.Module],
+    devices: Sequence[torch.device],
+    init: Init | None,
+    copies: list[list[nn.Parameter]],
+    weights: HostWeights | None,
+) -> None:
+    """Move stages to their devices. Tensors on the meta device are allocated there and initialised by ``init``.
+
+    A parameter with several names on a device stays one; ``copies`` (see ``place_tied_parameters``) is updated. With
+    ``weights``, which are in host memory, only one stage's parameters are on the device at a time.
+    """
+    on_meta: dict[int, list[str]] = {}
+    for stage, module in modules.items():
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        names = on_meta[stage] = [name for name, tensor in tensors if tensor.is_meta]
+        if names and init is None:
+            raise PlanError(
+                f"stage {stage} has {len(names)} tensors on the meta device, without data ({names[0]} is one): pass "
+                "Pipeline(…, init=…), a function that is given the stage's module and fills its parameters and buffers"
+            )
+    made: dict[int, Tensor] = {}
+    for stage, module in modules.items():
+        _allocate(module, devices[stage], made)
+        module.to(devices[stage])
+        if weights is not None:
+            weights.offload_stage(stage)
+    for row in copies:
+        row[:] = [made.get(id(parameter), parameter) for parameter in row]  # type: ignore[misc]
+    for stage, module in modules.items():
+        if on_meta[stage] and init is not None:
+            try:
+                with torch.no_grad(), nullcontext() if weights is None else weights.initializing(stage):
+                    init(module)
+            except Exception as error:
+                error.add_note(f"in init of stage {stage}")
+                raise
+            state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            left = [name for name in on_meta[stage] if state[name].numel() and bool(state[name].isnan().all())]
+            if left:
+                raise PlanError(
+                    f"init left {len(left)} tensors of stage {stage} without values ({left[0]} is one): it must fill "
+                    "all parameters and buffers, including those that are not in the state dict"
+                )
+
+
+def _allocate(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:
+    """Replace a module's tensors on the meta device; float tensors are NaN until ``init`` has filled them."""
+    for part in module.modules():
+        for members in (part._parameters, part._buffers):
+            for name, tensor in members.items():
+                if tensor is None or not tensor.is_meta:
                     continue
-                other = first.setdefault(id(tensor), stage)
-                if placement[other] != placement[stage]:
-                    raise PlanError(
-                        f"{name} keeps running statistics of stages {other} and {stage}, on ranks "
-                        f"{placement[other]} and {placement[stage]}: put them on one rank, or use a layer in each"
-                    )
+                if id(tensor) not in made:
+                    empty = torch.empty_like(tensor, device=device)
+                    if empty.is_floating_point() or empty.is_complex():
+                        empty.fill_(torch.nan)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                members[name] = made[id(tensor)]  # type: ignore[assignment]

@@ -10,12 +10,11 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from itertools import product
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -23,24 +22,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from penstock._torch import default_store
 from penstock.errors import PipelineError, PlanError
-
-__all__ = [
-    "device_of_process",
-    "init",
-    "is_distributed",
-    "is_initialized",
-    "is_rank0",
-    "is_slurm",
-    "omp_threads_set_by_user",
-    "print0",
-    "slurm_hosts",
-    "slurm_tasks_per_node",
-    "slurm_variables",
-    "threads_per_process",
-    "usable_cores",
-]
-
-_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _EXIT_WAIT = 10.0  # seconds that rank 0, which hosts the store, waits at exit for the others
 
@@ -54,12 +35,7 @@ _joins = 0  # calls of ``_join``: the same number on every rank
 
 def is_distributed() -> bool:
     """Whether ``torchrun``, ``penstock run`` or ``srun`` started this process, so that there can be a mesh."""
-    return is_initialized() or "RANK" in os.environ or is_slurm(os.environ)
-
-
-def is_initialized() -> bool:
-    """Whether this process has a default process group."""
-    return dist.is_initialized()
+    return dist.is_initialized() or "RANK" in os.environ or is_slurm(os.environ)
 
 
 def init(
@@ -77,16 +53,17 @@ def init(
     of the cores. ``timeout`` (seconds) is for joining and for torch's collectives. The group is destroyed at exit. A
     second call only sets ``threads``, if given.
     """
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-        raise PlanError(f"threads must be a whole number from 1, got {threads!r}")
-    if is_initialized():
+    if dist.is_initialized():
         if threads is not None:
             torch.set_num_threads(threads)
-        return _set_current(device_of_process(device, False))
-    limit = _check_timeout(timeout)
+        return set_current(device_of_process(device, False))
+    if timeout is not None and not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    if timeout is not None and timeout <= timedelta(0):
+        raise PlanError(f"timeout must be a number of seconds above 0, got {timeout.total_seconds():g}")
     _set_variables()
-    here = _set_current(_device_here(device))
-    processes = _join(here, backend, limit)
+    here = set_current(_device_here(device))
+    processes = _join(here, backend, timeout)
     if threads is None and torch.get_num_threads() == _threads and not omp_threads_set_by_user(os.environ):
         threads = threads_per_process(processes, usable_cores(), os.environ)
     if threads is not None:
@@ -107,7 +84,7 @@ def device_of_process(device: torch.device | str | None, made: bool) -> torch.de
 
 def is_rank0() -> bool:
     """Whether this process is rank 0 or the only one; also before the process group exists."""
-    if is_initialized():
+    if dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
@@ -123,64 +100,63 @@ def _set_variables() -> None:
     if "RANK" not in os.environ and is_slurm(os.environ):
         for name, value in slurm_variables(os.environ).items():
             os.environ.setdefault(name, value)
-    missing = [name for name in _NAMES if name not in os.environ]
+    missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
     if missing:
         raise PlanError(
             f"a mesh needs several processes: {', '.join(missing)} not set. Start the program with "
             "'torchrun --nproc-per-node=4 train.py', 'penstock run --stages 4 train.py' or 'srun', or leave out mesh= "
             "to use threads in this process"
         )
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        if not os.environ[name].isascii() or not os.environ[name].isdigit():
-            raise PlanError(f"{name} must be a whole number, got {os.environ[name]!r}")
     rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
     if int(rank) >= int(world):
         raise PlanError(f"RANK is {rank}, but WORLD_SIZE says that there are {world} processes, from 0 on")
 
 
+def num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def parse_device(device: torch.device | str | int) -> torch.device:
+    """The CPU, or a CUDA device of this machine; an error for any other."""
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise PlanError(f"{device!r} is not a device: {str(error).splitlines()[0]}") from error
+    if found.type not in ("cpu", "cuda"):
+        raise PlanError(f"device {found} cannot run a stage: stages run on 'cpu' and on 'cuda' devices")
+    if found.type == "cuda" and (found.index or 0) >= num_gpus():
+        raise PlanError(f"device {found} is not there: this machine has {num_gpus()} CUDA devices")
+    return found
+
+
 def _device_here(device: torch.device | str | None) -> torch.device:
     """The device with an explicit index; by default this process's GPU, or the CPU."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    try:
-        wanted = torch.device(device if device is not None else "cuda" if gpus else "cpu")
-    except RuntimeError as error:
-        raise PlanError(f"{device!r} is not a device: {error}") from error
+    wanted = parse_device(device if device is not None else "cuda" if num_gpus() else "cpu")
     if wanted.type == "cpu":
         return torch.device("cpu")
-    if wanted.type != "cuda":
-        raise PlanError(f"device {wanted} cannot run a stage: stages run on 'cpu' and on 'cuda' devices")
-    if (wanted.index or 0) >= gpus:
-        raise PlanError(f"device {wanted} is not there: this machine has {gpus} CUDA devices")
     if wanted.index is not None:
         return wanted
-    rank = os.environ.get("LOCAL_RANK") or (dist.get_rank() if is_initialized() else os.environ.get("RANK", "0"))
-    return torch.device("cuda", int(rank) % gpus)
+    rank = os.environ.get("LOCAL_RANK") or (dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0"))
+    return torch.device("cuda", int(rank) % num_gpus())
 
 
-def _set_current(device: torch.device) -> torch.device:
+def set_current(device: torch.device) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
 
 
-def _check_timeout(timeout: float | timedelta | None) -> timedelta | None:
-    if timeout is None:
-        return None
-    if isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout > 0:
-        return timedelta(seconds=timeout)
-    if isinstance(timeout, timedelta) and timeout > timedelta(0):
-        return timeout
-    raise PlanError(f"timeout must be a number of seconds above 0, got {timeout!r}")
-
-
 def _join(device: torch.device, backend: str | None, timeout: timedelta | None) -> int:
     """Make the process group; returns the number of its processes on this machine."""
-    global _group, _device
+    global _group, _device, _joins
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         store, _, _ = next(rendezvous("env://", rank, world, **({} if timeout is None else {"timeout": timeout})))
         host = socket.gethostname()
-        members = _exchange(store, rank, world, [host, _gpu_uuid(device)])
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        _joins += 1  # the store gathers what backend and threads depend on, before there is a process group
+        store.set(f"penstock/init/{_joins}/{rank}", json.dumps([host, gpu]))
+        members = [json.loads(m) for m in store.multi_get([f"penstock/init/{_joins}/{r}" for r in range(world)])]
         gpus = [gpu for _, gpu in members]
         if backend is None:
             # NCCL needs a GPU per process; processes that share one communicate through the host.
@@ -204,38 +180,23 @@ def _join(device: torch.device, backend: str | None, timeout: timedelta | None) 
     return int(os.environ.get("LOCAL_WORLD_SIZE", [name for name, _ in members].count(host)))
 
 
-def _exchange(store: Any, rank: int, world: int, value: Any) -> list[Any]:
-    """All-gather a JSON value through the store, before there is a process group."""
-    global _joins
-    _joins += 1
-    store.set(f"penstock/init/{_joins}/{rank}", json.dumps(value))
-    return [json.loads(entry) for entry in store.multi_get([f"penstock/init/{_joins}/{r}" for r in range(world)])]
-
-
-def _gpu_uuid(device: torch.device) -> str | None:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-
-
 def _leave() -> None:
-    """Destroy the group at exit. After an exception, do not wait for other ranks."""
+    """Destroy the group at exit. After an exception, do not wait for other ranks.
+
+    Without torchrun, rank 0 hosts the store: it waits until the others no longer need it.
+    """
     if getattr(sys, "last_value", None) is not None or not _made_by_init():
         return
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        _wait_for_exits()
-    dist.destroy_process_group()
-
-
-def _wait_for_exits() -> None:
-    """Rank 0 hosts the store: it waits until the others no longer need it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    store = default_store()
-    with suppress(RuntimeError):
-        if rank != 0:
-            store.set(f"penstock/exit/{_joins}/{rank}", "")
-        others = [f"penstock/exit/{_joins}/{r}" for r in range(1, world)]
+        rank, store = dist.get_rank(), default_store()
+        others = [f"penstock/exit/{_joins}/{r}" for r in range(1, dist.get_world_size())]
         end = time.monotonic() + _EXIT_WAIT
-        while rank == 0 and others and not store.check(others) and time.monotonic() < end:
-            time.sleep(0.005)
+        with suppress(RuntimeError):
+            if rank != 0:
+                store.set(f"penstock/exit/{_joins}/{rank}", "")
+            while rank == 0 and others and not store.check(others) and time.monotonic() < end:
+                time.sleep(0.005)
+    dist.destroy_process_group()
 
 
 def _made_by_init() -> bool:
@@ -245,8 +206,7 @@ def _made_by_init() -> bool:
 
 # ── SLURM ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_PORTS = range(12_000, 32_000)
-"""Below Linux's range of ephemeral ports."""
+_PORTS = range(12_000, 32_000)  # below Linux's range of ephemeral ports
 
 
 def is_slurm(environ: Mapping[str, str]) -> bool:
@@ -264,13 +224,13 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     if not rank < world:
         raise PlanError(f"SLURM_PROCID is {rank}, but SLURM says that there are {world} tasks")
     nodelist = _first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    nodes = slurm_hosts(nodelist) if nodelist else ["127.0.0.1"]
     here = _first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if here:
         counts = slurm_tasks_per_node(here)
         local = counts[min(node, len(counts) - 1)]
     else:
-        local = _number(environ, "SLURM_NTASKS_PER_NODE", otherwise=-(-world // len(nodes)))
+        nodes = _number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", otherwise=1)
+        local = _number(environ, "SLURM_NTASKS_PER_NODE", otherwise=-(-world // nodes))
     job = _number(environ, "SLURM_JOB_ID", "SLURM_JOBID", otherwise=0)
     step = _number(environ, "SLURM_STEP_ID", "SLURM_STEPID", otherwise=0)
     return {
@@ -278,23 +238,18 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(_number(environ, "SLURM_LOCALID", otherwise=rank % local)),
         "LOCAL_WORLD_SIZE": str(local),
-        "MASTER_ADDR": nodes[0],
+        "MASTER_ADDR": slurm_first_host(nodelist) if nodelist else "127.0.0.1",
         "MASTER_PORT": str(_PORTS[(job + step) % len(_PORTS)]),
     }
 
 
-def slurm_hosts(nodelist: str) -> list[str]:
-    """Expand a SLURM node list: ``node[003-005,7],gpu1`` is node003, node004, node005, node7, gpu1."""
-    if not re.fullmatch(r"(?:[^][]|\[[^][]*\])*", nodelist):
-        raise PlanError(f"SLURM's list of nodes cannot be read: the brackets of {nodelist!r} do not match")
-    hosts: list[str] = []
-    for entry in filter(None, map(str.strip, re.findall(r"(?:[^][,]|\[[^][]*\])+", nodelist))):
-        pieces = re.findall(r"\[[^]]*\]|[^[]+", entry)
-        choices = [list(_expand_ranges(p[1:-1], nodelist)) if p.startswith("[") else [p] for p in pieces]
-        hosts += map("".join, product(*choices))
-    if not hosts:
-        raise PlanError(f"SLURM's list of nodes names none: {nodelist!r}")
-    return hosts
+def slurm_first_host(nodelist: str) -> str:
+    """The first host of a SLURM node list: node003 of ``node[003-005,7],gpu1``."""
+    match = re.match(r"((?:[^][,]|\[[^][]*\])+)(?:,|$)", nodelist)
+    host = re.sub(r"\[\s*(\d+)[^][]*\]", r"\1", match[1]).strip() if match else ""
+    if not host or "[" in host:
+        raise PlanError(f"SLURM's list of nodes cannot be read: {nodelist!r}")
+    return host
 
 
 def slurm_tasks_per_node(text: str) -> list[int]:
@@ -306,15 +261,6 @@ def slurm_tasks_per_node(text: str) -> list[int]:
             raise PlanError(f"SLURM's tasks per node cannot be read: {text!r}, expected something like '2(x3),1'")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
-
-
-def _expand_ranges(ranges: str, nodelist: str) -> Iterator[str]:
-    for piece in ranges.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
-        if match is None or int(match[1]) > int(match[2] or match[1]):
-            raise PlanError(f"SLURM's list of nodes cannot be read: {piece!r} in {nodelist!r} is not a number or range")
-        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
-            yield f"{number:0{len(match[1])}}"
 
 
 def _first_set(environ: Mapping[str, str], *names: str) -> str | None:
@@ -335,9 +281,16 @@ def _number(environ: Mapping[str, str], *names: str, otherwise: int | None = Non
 
 def usable_cores(proc: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """The cores that this process may use: its CPU affinity, limited by the CPU quota of its cgroups."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cpu_quota(proc, cgroups)
-    return bound if quota is None else max(1, min(bound, int(quota)))
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError):
+        for line in proc.read_text().splitlines():
+            if line.startswith("0::"):  # version 2
+                group = cgroups / line.removeprefix("0::").lstrip("/")
+                for place in (group, *group.parents):  # limits of parent groups apply too
+                    with suppress(OSError, ValueError):  # there is no file, or it says "max"
+                        quota, period = map(int, (place / "cpu.max").read_text().split())
+                        cores = min(cores, max(1, quota // period))
+    return cores
 
 
 def threads_per_process(processes: int, cores: int, environ: Mapping[str, str]) -> int:
@@ -350,41 +303,5 @@ def threads_per_process(processes: int, cores: int, environ: Mapping[str, str]) 
 
 def omp_threads_set_by_user(environ: Mapping[str, str]) -> bool:
     """Whether the user has set OMP_NUM_THREADS. torchrun sets it to 1 if the user has not."""
-    threads = environ.get("OMP_NUM_THREADS")
-    if threads != "1" or "TORCHELASTIC_RUN_ID" not in environ:
-        return threads is not None
-    try:  # the environment of torchrun itself
-        before = Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    except OSError:
-        return False
-    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in before.split(b"\0"))
-
-
-def _cpu_quota(proc: Path, cgroups: Path) -> float | None:
-    """The CPU quota of this process's cgroups, in cores; None without a quota."""
-    try:
-        lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
-    except OSError:
-        return None
-    limits = []
-    for _, controllers, path in lines:
-        root = cgroups if not controllers else cgroups / "cpu"
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        group = root / path.lstrip("/")
-        for place in (group, *group.parents):  # limits of parent groups apply too
-            if root == place or root in place.parents:
-                limits.append(_cgroup_limit(place))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _cgroup_limit(group: Path) -> float | None:
-    try:
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text().strip()
-            period = (group / "cpu.cfs_period_us").read_text().strip()
-        return None if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environ and environ.get("OMP_NUM_THREADS") == "1"
+    return "OMP_NUM_THREADS" in environ and not by_torchrun

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, tee
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import data as torch_data
-from torch.utils.data import Dataset, IterableDataset, IterDataPipe, MapDataPipe, default_collate
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, IterDataPipe, MapDataPipe, default_collate
 
 from penstock.errors import PipelineError, PlanError
 from penstock.train.mesh import Mesh
 from penstock.train.pipeline import Pipeline
 from penstock.train.prefetch import BatchCopier, CopiedBatch, Prefetcher, map_leaves
-from penstock.train.sampler import BatchOrder, ReplicaShare, num_batches, seeded_generator
 
 Sample = TypeVar("Sample")
+
+_CHUNK = 1 << 16  # indices of a permutation that are Python ints at a time
+_REPEAT_CHECK = 100  # indices of a sampler that are drawn twice, to check that the order repeats
 
 
 class DataLoader(Generic[Sample]):
@@ -61,45 +66,77 @@ class DataLoader(Generic[Sample]):
         **options: Any,
     ) -> None:
         self._place = _placement(mesh, pipe, everywhere)
-        stream = isinstance(dataset, IterableDataset)
-        _check_batch(batch_size, batch_sampler, drop_last, self._place.share.count)
-        _check_numbers(seed, prefetch, options)
-        if stream or isinstance(dataset, MapDataPipe):
-            _check_stream(dataset, shuffle or sampler is not None or batch_sampler is not None, num_workers)
+        self._stream = isinstance(dataset, IterableDataset)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.shuffle = bool(shuffle)
         self.seed = seed
+        self._sampler = sampler
+        self._batch_sampler = batch_sampler
+        self._check(num_workers, prefetch, options)
         self._collate = collate_fn or default_collate
-        self._order: BatchOrder | None = None
-        if not stream:
-            samplers = {"sampler": sampler, "batch_sampler": batch_sampler}
-            self._order = BatchOrder(dataset, batch_size, shuffle=self.shuffle, drop_last=drop_last, **samplers)
         self._copier = BatchCopier(self._place.inputs, self._place.targets, pin_memory is not False)
         self._depth = prefetch if num_workers == 0 or self._copier.device is not None else 0
         self._lock = threading.Lock()  # one thread at a time reads the dataset
         self._next = _EpochPosition(0, 0)
         self._now: _EpochPosition | None = None
-        self._last: weakref.ref[_EpochIterator] | None = None
-        self._thread: threading.Thread | None = None  # of the latest iterator
+        self._last: weakref.ref[Any] | None = None
         self._structure: Any = None
         self._feed = _IndexFeed()
         options |= {"num_workers": num_workers, "pin_memory": bool(pin_memory) and self._copier.device is None}
-        if stream:
-            collate = _CollateShare(self._collate, self._place.share)
+        if self._stream:
+            collate = partial(_collate_share, self._collate, self._place)
             options |= {"batch_size": batch_size, "drop_last": drop_last, "collate_fn": collate}
         else:
             options |= {"batch_sampler": self._feed, "collate_fn": self._collate}
         self._torch: torch_data.DataLoader[Any] = torch_data.DataLoader(dataset, **options)  # type: ignore[arg-type]
 
+    def _check(self, num_workers: int, prefetch: int, options: Mapping[str, Any]) -> None:
+        """Raise an error for arguments that contradict each other, or that would give ranks different samples."""
+        dataset, batch_size, replicas = self.dataset, self.batch_size, self._place.replicas
+        samplers = {"sampler": self._sampler, "batch_sampler": self._batch_sampler}
+        given = {name: sampler for name, sampler in samplers.items() if sampler is not None}
+        if self._batch_sampler is not None:
+            if batch_size is not None or self.drop_last:
+                raise PlanError("batch_sampler makes the mini-batches: leave out batch_size and drop_last")
+        elif not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+            raise PlanError(f"batch_size must be a number of samples, at least 1, got {batch_size!r}")
+        elif batch_size < replicas:
+            raise PlanError(f"batch_size={batch_size} is that of {replicas} data replicas: take at least {replicas}")
+        if prefetch < 0:
+            raise PlanError(f"prefetch must be a number of batches, or 0 for none, got {prefetch!r}")
+        if options.get("generator") is not None:
+            raise PlanError("the order of samples and the workers' seeds come from seed: leave out generator")
+        if not options.get("in_order", True):
+            raise PlanError("in_order=False would give ranks their batches in different orders: leave it out")
+        if isinstance(dataset, (IterDataPipe, MapDataPipe)):
+            raise PlanError("torch's DataPipes shard themselves by rank: wrap it in a Dataset or an IterableDataset")
+        if self._stream:
+            if self.shuffle or given:
+                raise PlanError("an IterableDataset has an order of its own: leave out shuffle and samplers")
+            if num_workers > 1:
+                raise PlanError(f"num_workers={num_workers} processes would each read the whole dataset: pass 1")
+            return
+        lacks = "samples by index" if not hasattr(dataset, "__getitem__") else None
+        if lacks is None and not given and not hasattr(dataset, "__len__"):
+            lacks = "length"
+        if lacks is not None:
+            raise PlanError(f"the dataset, a {type(dataset).__name__}, has no {lacks}: add it, or use IterableDataset")
+        if self.shuffle + len(given) > 1:
+            raise PlanError("shuffle, sampler and batch_sampler each say the order: pass one of them")
+        for name, sampler in given.items():
+            _require_global(name, sampler)
+            _require_repeatable(name, sampler)
+
     def __len__(self) -> int:
         """The number of steps in an epoch."""
         try:
-            if self._order is not None:
-                return len(self._order)
+            if self._batch_sampler is not None:
+                return len(self._batch_sampler)  # type: ignore[arg-type]
             assert self.batch_size is not None
-            return num_batches(len(self.dataset), self.batch_size, self.drop_last)  # type: ignore[arg-type]
+            count = len(self.dataset if self._sampler is None else self._sampler)  # type: ignore[arg-type]
+            return count // self.batch_size if self.drop_last else -(-count // self.batch_size)
         except TypeError:
             raise TypeError("the number of steps is not known: the dataset, or its sampler, has no length") from None
 
@@ -129,10 +166,7 @@ class DataLoader(Generic[Sample]):
             raise PlanError(f"this is not the state of a DataLoader: it has no {', '.join(missing)}")
         for name, here in settings.items():
             if state[name] != here:
-                raise PlanError(
-                    f"the state was saved with {name}={state[name]!r}, but this loader has {here!r}: its batches are "
-                    "others. Make the loader as it was"
-                )
+                raise PlanError(f"saved with {name}={state[name]!r}, but this loader has {here!r}: make it as it was")
         self.seed = state["seed"]
         self._next, self._now = _EpochPosition(state["epoch"], state["batches"]), None
 
@@ -148,36 +182,67 @@ class DataLoader(Generic[Sample]):
     # ── iterating ────────────────────────────────────────────────────────────────────────────────────────────
 
     def __iter__(self) -> Iterator[Any]:
-        if self._torch.persistent_workers:
-            self._wait_for_workers()
+        if self._torch.persistent_workers:  # they serve one iterator at a time
+            last = None if self._last is None else self._last()
+            if last is not None and last.gi_frame is not None:
+                raise PlanError("with persistent_workers=True there is one iteration at a time: finish the other one")
+            with self._lock:  # until a thread of the last iterator has loaded its batch
+                pass
         epoch, start = self._next.epoch, self._next.batches
         loaded: Iterator[CopiedBatch] = map(self._copier.send, self._local_batches(epoch, start))
-        if self._depth and (self._place.loads or self._order is None):
-            ahead = Prefetcher(loaded, self._depth, self._lock, self._copier.device)
-            loaded, self._thread = ahead, ahead.thread
+        if self._depth and (self._place.loads or self._stream):
+            loaded = Prefetcher(loaded, self._depth, self._lock, self._copier.device)
         self._next, self._now = _EpochPosition(epoch + 1, 0), _EpochPosition(epoch, start)
-        iteration = _EpochIterator(loaded, self._copier, self._now)
+        iteration = self._receive(loaded, self._now)
         self._last = weakref.ref(iteration)
         return iteration
 
+    def _receive(self, loaded: Iterator[CopiedBatch], position: _EpochPosition) -> Iterator[Any]:
+        """The batches of one epoch, without references to past ones."""
+        while True:
+            try:
+                batch = [self._copier.receive(next(loaded))]
+            except StopIteration:
+                position.ended = True
+                return
+            position.batches += 1
+            yield batch.pop()
+
     def _local_batches(self, epoch: int, start: int) -> Iterator[Any]:
         """The batches of this process. Set-up runs here, in the calling thread; loading runs on iteration."""
-        if self._order is None:
+        if self._stream:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
             whole = islice(self._torch_iterator(epoch, start), start, None)
             return whole if self._place.loads else map(_none_like, whole)
-        batches = self._order.batches(self.seed, epoch, start)
+        batches = self._index_batches(epoch, start)
         if not self._place.loads:
             return map(self._empty_structure_of, batches)
-        share = self._place.share
-        mine, theirs = tee((list(share.of(batch)), batch[:1]) for batch in batches)
+        mine, theirs = tee((list(self._place.share_of(batch)), batch[:1]) for batch in batches)
         self._feed.parts = (own or sample for own, sample in theirs)
         return _pad_empty_shares((bool(own) for own, _ in mine), self._torch_iterator(epoch, start))
 
+    def _index_batches(self, epoch: int, start: int) -> Iterator[list[Any]]:
+        """The global mini-batches of an epoch from number ``start`` on, as lists of indices, the same on every rank."""
+        if self._batch_sampler is not None:
+            return map(_check_not_empty, islice(_epoch_of(self._batch_sampler, self.seed, epoch), start, None))
+        assert self.batch_size is not None
+        first = start * self.batch_size
+        indices: Iterator[Any]
+        if self._sampler is not None:
+            indices = islice(_epoch_of(self._sampler, self.seed, epoch), first, None)
+        else:
+            count = len(self.dataset)  # type: ignore[arg-type]
+            indices = iter(range(first, count))
+            if self.shuffle:
+                order = torch.randperm(count, generator=_seeded_generator(self.seed, epoch), device="cpu")
+                indices = (i for at in range(first, count, _CHUNK) for i in order[at : at + _CHUNK].tolist())
+        batches = iter(lambda: list(islice(indices, self.batch_size)), [])
+        return (batch for batch in batches if len(batch) == self.batch_size or not self.drop_last)
+
     def _torch_iterator(self, epoch: int, start: int) -> Iterator[Any]:
         """Torch's iterator. Ranks of one replica get the same worker seeds, so they draw the same numbers."""
-        self._torch.generator = seeded_generator(self.seed, epoch, start, self._place.share.rank)
+        self._torch.generator = _seeded_generator(self.seed, epoch, start, self._place.replica)
         with torch.device("cpu"):
             return iter(self._torch)
 
@@ -189,17 +254,6 @@ class DataLoader(Generic[Sample]):
             self._structure = (_none_like(self._collate(samples)),)
         return _none_like(self._structure[0])  # a new object, which the caller may modify
 
-    def _wait_for_workers(self) -> None:
-        """Persistent workers serve one iterator at a time."""
-        last = None if self._last is None else self._last()
-        if last is not None and not last.ended:
-            raise PlanError(
-                "with persistent_workers=True there is one iteration at a time, but another one is in progress: finish "
-                "it, or delete its iterator"
-            )
-        if self._thread is not None:
-            self._thread.join()
-
 
 @dataclass
 class _EpochPosition:
@@ -210,80 +264,48 @@ class _EpochPosition:
     ended: bool = False
 
 
-class _EpochIterator:
-    """One epoch, batch by batch, without references to past batches."""
-
-    def __init__(self, source: Iterator[CopiedBatch], copier: BatchCopier, position: _EpochPosition) -> None:
-        self._source = source
-        self._copier = copier
-        self._position = position
-        self.ended = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self.ended:
-            raise StopIteration
-        try:
-            batch = self._copier.receive(next(self._source))
-        except BaseException as error:
-            self.ended = True
-            self._position.ended = isinstance(error, StopIteration)  # a batch that failed can be requested again
-            raise
-        self._position.batches += 1
-        return batch
-
-
 @dataclass(frozen=True)
 class _Placement:
-    """A process's share, whether it loads data, and the devices of inputs and targets."""
+    """A process's replica, whether the process loads data, and the devices of inputs and targets."""
 
-    share: ReplicaShare
+    replicas: int = 1
+    replica: int = 0
     loads: bool = True
     inputs: torch.device | None = None
     targets: torch.device | None = None
 
+    def share_of(self, samples: Sequence[Any]) -> Sequence[Any]:
+        """The replica's share of a mini-batch: shares are contiguous and even, larger ones first.
+
+        10 samples for 4 replicas:   0 1 2 | 3 4 5 | 6 7 | 8 9
+        """
+        small, larger = divmod(len(samples), self.replicas)
+        start = self.replica * small + min(self.replica, larger)
+        return samples[start : start + small + (self.replica < larger)]
+
 
 def _placement(mesh: Mesh | None, pipe: Pipeline | None, everywhere: bool) -> _Placement:
     """With a mesh alone, the last stage may be on the pipeline's last or first rank (V placement): both load."""
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise PlanError(f"mesh must be ps.Mesh(data=…, pipe=…), got {type(mesh).__name__}")
-    if pipe is not None and not isinstance(pipe, Pipeline):
-        raise PlanError(f"pipe must be a ps.Pipeline, got {type(pipe).__name__}")
-    if mesh is not None and pipe is not None and (pipe.mesh is None or _grid(mesh) != _grid(pipe.mesh)):
+    if mesh is not None and pipe is not None and (pipe.mesh is None or mesh.sizes != pipe.mesh.sizes):
         raise PlanError(f"mesh and pipe disagree: {mesh!r}, but the pipeline is on {pipe.mesh!r}. Pass pipe alone")
     grid = mesh if pipe is None else pipe.mesh
-    share = ReplicaShare() if grid is None else ReplicaShare(grid.data, grid.data_rank)
+    replica = (1, 0) if grid is None else (grid.data, grid.data_rank)
     if grid is not None and (everywhere or pipe is None):
-        loads = everywhere or grid.is_first or grid.is_last
-        return _Placement(share, loads, grid.device if loads else None, grid.device if loads else None)
+        loads = everywhere or grid.pipe_rank in (0, grid.pipe - 1)
+        device = grid.device if loads else None
+        return _Placement(*replica, loads, device, device)
     if pipe is None:
-        return _Placement(share)
-    devices = pipe.plan.devices
-    assert devices is not None
-    return _Placement(
-        share,
-        pipe.has_first_stage or pipe.has_last_stage,
-        torch.device(devices[0]) if pipe.has_first_stage else None,
-        torch.device(devices[-1]) if pipe.has_last_stage else None,
-    )
+        return _Placement(*replica)
+    assert pipe.plan.devices is not None
+    first, last = (torch.device(pipe.plan.devices[stage]) for stage in (0, -1))
+    loads = pipe.has_first_stage or pipe.has_last_stage
+    return _Placement(*replica, loads, first if pipe.has_first_stage else None, last if pipe.has_last_stage else None)
 
 
-def _grid(mesh: Mesh) -> tuple[Any, ...]:
-    return mesh.sizes, mesh.world_ranks, mesh.device
-
-
-@dataclass(frozen=True)
-class _CollateShare:
+def _collate_share(collate: Callable[[list[Any]], Any], place: _Placement, samples: list[Any]) -> Any:
     """A ``collate_fn`` that gets all samples of a mini-batch and keeps a share."""
-
-    collate: Callable[[list[Any]], Any]
-    share: ReplicaShare
-
-    def __call__(self, samples: list[Any]) -> Any:
-        own = list(self.share.of(samples))
-        return self.collate(own) if own else without_samples(self.collate(samples[:1]))
+    own = list(place.share_of(samples))
+    return collate(own) if own else without_samples(collate(samples[:1]))
 
 
 class _IndexFeed:
@@ -334,37 +356,53 @@ def _empty_leaf(leaf: Any) -> Any:
     )
 
 
-def _check_batch(batch_size: int | None, batch_sampler: object, drop_last: bool, replicas: int) -> None:
-    if batch_sampler is not None:
-        if batch_size is not None or drop_last:
-            raise PlanError("batch_sampler makes the mini-batches: leave out batch_size and drop_last")
-        return
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise PlanError(f"batch_size must be a number of samples, at least 1, got {batch_size!r}")
-    if batch_size < replicas:
+def _seeded_generator(*parts: int) -> torch.Generator:
+    """A random generator whose seed is a hash of ``parts``."""
+    text = "/".join(map(str, parts))
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    return torch.Generator().manual_seed(seed)
+
+
+def _epoch_of(sampler: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
+    """One epoch of a sampler. It iterates over a copy, so that several epochs can be in progress."""
+    return iter(_prepared(sampler, _seeded_generator(seed, epoch), epoch))
+
+
+def _prepared(sampler: Any, generator: torch.Generator, epoch: int) -> Any:
+    """A copy of the sampler with its epoch set; it draws from ``generator`` unless it has one."""
+    if not any(hasattr(sampler, name) for name in ("generator", "sampler", "set_epoch")):
+        return sampler
+    own = copy.copy(sampler)
+    if getattr(own, "generator", own) is None:
+        own.generator = generator
+    if getattr(own, "sampler", None) is not None:
+        own.sampler = _prepared(own.sampler, generator, epoch)
+    if hasattr(own, "set_epoch"):
+        own.set_epoch(epoch)
+    return own
+
+
+def _require_global(name: str, sampler: Any) -> None:
+    if isinstance(sampler, DistributedSampler):
+        raise PlanError(f"{name} is a DistributedSampler, but the loader gives each replica its share: leave it out")
+    if getattr(sampler, "sampler", None) is not None:
+        _require_global(name, sampler.sampler)
+
+
+def _require_repeatable(name: str, sampler: Iterable[Any]) -> None:
+    """All ranks, and a resumed run, must get the same order."""
+    drawn = [islice(_epoch_of(sampler, 0, 0), _REPEAT_CHECK) for _ in range(2)]
+    one, other = ([i.tolist() if hasattr(i, "tolist") else i for i in indices] for indices in drawn)
+    if one != other:
         raise PlanError(
-            f"batch_size={batch_size} is the whole mini-batch of {replicas} data replicas, some of which would never "
-            f"get a sample: take at least {replicas}"
+            f"{name}, a {type(sampler).__name__}, gives another order each time, so ranks would load different "
+            "samples: leave its generator out, and it draws from seed and epoch; or let it have set_epoch(epoch), and "
+            "give the same order for the same epoch"
         )
 
 
-def _check_stream(dataset: object, ordered: bool, num_workers: int) -> None:
-    if isinstance(dataset, (IterDataPipe, MapDataPipe)):
-        raise PlanError("torch's DataPipes shard themselves by rank: wrap it in a Dataset or an IterableDataset")
-    if ordered:
-        raise PlanError("an IterableDataset has an order of its own: leave out shuffle, sampler and batch_sampler")
-    if num_workers > 1:
-        raise PlanError(
-            f"num_workers={num_workers} processes would each read the whole IterableDataset: pass num_workers=1"
-        )
-
-
-def _check_numbers(seed: int, prefetch: int, options: Mapping[str, Any]) -> None:
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise PlanError(f"seed must be a whole number, got {seed!r}")
-    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        raise PlanError(f"prefetch must be a number of batches, or 0 for none, got {prefetch!r}")
-    if options.get("generator") is not None:
-        raise PlanError("the order of samples and the workers' seeds come from seed: leave out generator")
-    if not options.get("in_order", True):
-        raise PlanError("in_order=False would give ranks their batches in different orders: leave it out")
+def _check_not_empty(batch: Iterable[Any]) -> list[Any]:
+    indices = list(batch)
+    if not indices:
+        raise PlanError("batch_sampler gave a mini-batch without samples: leave it out")
+    return indices

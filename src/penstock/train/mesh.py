@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import PlanError, did_you_mean
-from penstock.train.launch import device_of_process, init, is_initialized
+from penstock.errors import PlanError
+from penstock.train.launch import device_of_process, init, set_current
 
 DIMENSIONS = ("data", "pipe", "tensor")
 
@@ -41,7 +42,7 @@ class Mesh:
     ) -> None:
         for name in sizes:
             _check_name(name)
-        made = not is_initialized()
+        made = not dist.is_initialized()
         if made:
             init(device)
         if group is None:
@@ -50,7 +51,7 @@ class Mesh:
             raise PlanError(f"rank {dist.get_rank()} is not in the group that was given: only its members have a mesh")
         world = tuple(group if isinstance(group, Sequence) else dist.get_process_group_ranks(group))
         self._set_grid(_resolve(sizes, len(world)), world)
-        self._set_device(device_of_process(device, made))
+        self.device = set_current(device_of_process(device, made))
         self._device_mesh: DeviceMesh | None = None
 
     @classmethod
@@ -68,22 +69,15 @@ class Mesh:
         names = device_mesh.mesh_dim_names or ()
         unknown = [name for name in names if name not in known]
         if unknown or len(names) != device_mesh.mesh.ndim:
-            raise PlanError(
-                f"the dimensions of the DeviceMesh are named {tuple(names) or 'nothing'}: say which is which, as in "
-                "Mesh.from_device_mesh(mesh, data='dp', pipe='pp')"
-            )
+            raise PlanError(f"the DeviceMesh has dimensions {names}: say from_device_mesh(mesh, data='dp', pipe='pp')")
         mesh = cls.__new__(cls)
         sizes = {known[name]: size for name, size in zip(names, device_mesh.mesh.shape, strict=True)}
         others = {name: 1 for name in DIMENSIONS if name not in sizes}
         mesh._set_grid({**others, **sizes}, device_mesh.mesh.flatten().tolist())
-        mesh._set_device(device_of_process(device or (None if device_mesh.device_type == "cuda" else "cpu"), True))
+        wanted = device or (None if device_mesh.device_type == "cuda" else "cpu")
+        mesh.device = set_current(device_of_process(wanted, True))
         mesh._device_mesh = device_mesh if set(names) == set(DIMENSIONS) else None
         return mesh
-
-    def _set_device(self, device: torch.device) -> None:
-        self.device = device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
 
     def _set_grid(self, sizes: Mapping[str, int], world: Sequence[int]) -> None:
         self.sizes = dict(sizes)
@@ -106,51 +100,16 @@ class Mesh:
         return self._ranks_along[dimension]
 
     @property
-    def world(self) -> int:
-        """The number of processes in the mesh."""
-        return len(self.world_ranks)
-
-    @property
-    def pipe_ranks(self) -> tuple[int, ...]:
-        """The global ranks of this process's pipeline."""
-        return self._ranks_along["pipe"]
-
-    @property
-    def is_first(self) -> bool:
-        return self.pipe_rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.pipe_rank == self.pipe - 1
-
-    @property
-    def first_rank(self) -> int:
-        """The global rank of the pipeline's first process."""
-        return self.pipe_ranks[0]
-
-    @property
-    def last_rank(self) -> int:
-        return self.pipe_ranks[-1]
-
-    @property
-    def prev_rank(self) -> int | None:
-        """The global rank of the previous process in the pipeline; None for the first."""
-        return None if self.is_first else self.pipe_ranks[self.pipe_rank - 1]
-
-    @property
-    def next_rank(self) -> int | None:
-        return None if self.is_last else self.pipe_ranks[self.pipe_rank + 1]
-
-    @property
     def device_mesh(self) -> DeviceMesh:
         """The grid as a ``DeviceMesh``. The first access creates it; all processes of the mesh must take part."""
         if self._device_mesh is None:
             grid = torch.tensor(self.world_ranks, dtype=torch.int).view(*self.sizes.values())
             names = tuple(self.sizes)
-            if self.world == dist.get_world_size():
+            if len(self.world_ranks) == dist.get_world_size():
                 self._device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=names)
             else:  # DeviceMesh() would give groups other numbers in processes outside the mesh
-                groups = [_new_group(self._ranks_along[name]) for name in names]
+                ranks = [list(self._ranks_along[name]) for name in names]
+                groups: Any = [dist.new_group(each, use_local_synchronization=True) for each in ranks]
                 self._device_mesh = DeviceMesh.from_group(groups, self.device.type, grid, mesh_dim_names=names)
         return self._device_mesh
 
@@ -168,18 +127,14 @@ class Mesh:
 
 def _check_name(name: str) -> None:
     if name not in DIMENSIONS:
-        hint = did_you_mean(name, DIMENSIONS, otherwise=f": the dimensions are {', '.join(DIMENSIONS)}")
-        raise PlanError(f"a mesh has no dimension {name!r}{hint}")
-
-
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+        raise PlanError(f"a mesh has no dimension {name!r}: the dimensions are {', '.join(DIMENSIONS)}")
 
 
 def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
-    """All three sizes, in the order given by the user. Omitted dimensions come first, or in the default order."""
+    """All three sizes, in the order given by the user. Omitted dimensions come first, or in the default order.
+
+    -1 is replaced by the world size divided by the other sizes.
+    """
     resolved = {name: 1 for name in DIMENSIONS if name not in sizes}
     if "pipe" in resolved and -1 not in sizes.values():
         resolved["pipe"] = -1
@@ -187,24 +142,18 @@ def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     for name in resolved:
         value = os.environ.get(f"PENSTOCK_{name.upper()}")
         if value is not None:
-            if not value.isascii() or not value.isdigit():
-                raise PlanError(f"PENSTOCK_{name.upper()} must be a number of processes, got {value!r}")
             resolved[name] = int(value)
             given.append(f"{name}={value} by 'penstock run'")
     resolved.update(sizes)
     if list(sizes) == [name for name in DIMENSIONS if name in sizes]:
         resolved = {name: resolved[name] for name in DIMENSIONS}
-    return _infer_size(resolved, f"Mesh({', '.join(given)})", world)
-
-
-def _infer_size(resolved: dict[str, int], given: str, world: int) -> dict[str, int]:
-    """Replace -1 by the world size divided by the other sizes."""
+    said = f"Mesh({', '.join(given)})"
     for name, size in resolved.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < -1 or size == 0:
-            raise PlanError(f"{given}: {name} must be a number of processes, or -1 for what is left, got {size!r}")
+            raise PlanError(f"{said}: {name} must be a number of processes, or -1 for what is left, got {size!r}")
     inferred = [name for name, size in resolved.items() if size == -1]
     if len(inferred) > 1:
-        raise PlanError(f"{given}: only one size can be -1, not both {' and '.join(inferred)}")
+        raise PlanError(f"{said}: only one size can be -1, not both {' and '.join(inferred)}")
     known = math.prod(size for size in resolved.values() if size != -1)
     if inferred and world % known == 0:
         resolved[inferred[0]] = world // known
@@ -212,6 +161,6 @@ def _infer_size(resolved: dict[str, int], given: str, world: int) -> dict[str, i
         product = " × ".join(str(size) for size in resolved.values() if size not in (1, -1)) or "1"
         needs = f"a multiple of {known}" if inferred else str(known)
         raise PlanError(
-            f"{given} needs {needs} processes ({product}), but the world has {world}: start as many, or change the mesh"
+            f"{said} needs {needs} processes ({product}), but the world has {world}: start as many, or change the mesh"
         )
     return resolved

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -284,42 +285,27 @@ class Offload:
     bucket: int | str = "384MiB"
 
     def __post_init__(self) -> None:
-        for name in ("optimizer", "activations", "weights"):
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"Offload({name}={getattr(self, name)!r}): say True or False")
         if not self.optimizer and not self.activations and not self.weights:
             raise PlanError("Offload(optimizer=False, activations=False) keeps nothing on the host: leave offload out")
         if self.budget is not None and not self.activations:
             raise PlanError(f"Offload(budget={self.budget!r}) is for activations, and activations=False")
-        self._bytes("budget")
-        self._bytes("bucket")
+        _ = self.budget_bytes, self.bucket_bytes  # an error for what is not a size
 
     @property
     def budget_bytes(self) -> int | None:
-        return self._bytes("budget")
+        return None if self.budget is None else parse_bytes(self.budget, "budget")
 
     @property
     def bucket_bytes(self) -> int:
-        return self._bytes("bucket") or 0
-
-    def _bytes(self, name: str) -> int | None:
-        size = getattr(self, name)
-        try:
-            return None if size is None and name == "budget" else parse_bytes(size)
-        except PlanError:
-            raise PlanError(f'Offload({name}={size!r}) is not a size: write a number of bytes or "2GiB"') from None
+        return parse_bytes(self.bucket, "bucket")
 
 
 def offload_optimizer(optimizer: Optimizer, offload: Offload, weights: HostWeights | None = None) -> Optimizer:
     """Keep the optimizer's state in host memory from now on. It is used, saved and loaded as before."""
-    copies: dict[torch.device, CopyStreams] = {}
+    streams = cache(CopyStreams)
 
     def copies_for(tensor: Tensor) -> CopyStreams | None:
-        if tensor.device.type != "cuda" or not offload.optimizer:
-            return None
-        if tensor.device not in copies:
-            copies[tensor.device] = CopyStreams(tensor.device)
-        return copies[tensor.device]
+        return streams(tensor.device) if tensor.device.type == "cuda" and offload.optimizer else None
 
     return OffloadedOptimizer(optimizer, offload.bucket_bytes, copies_for, weights=weights).optimizer
 
@@ -329,14 +315,11 @@ def require_offloaded(parameters: Iterable[nn.Parameter]) -> RemovableHandle:
     required = {id(parameter): weakref.ref(parameter) for parameter in parameters}
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if is_offloaded(optimizer):
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in required and required[id(parameter)]() is parameter:
-                    raise PlanError(
-                        "the pipeline has Offload(optimizer=True) or Offload(weights=True), and this optimizer is not "
-                        f"offloaded: use pipe.offload_optimizer({type(optimizer).__name__}(pipe.parameters(), …))"
-                    )
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if not is_offloaded(optimizer) and any(id(p) in required and required[id(p)]() is p for p in parameters):
+            raise PlanError(
+                "the pipeline has Offload(optimizer=True) or Offload(weights=True), and this optimizer is not "
+                f"offloaded: use pipe.offload_optimizer({type(optimizer).__name__}(pipe.parameters(), …))"
+            )
 
     return register_optimizer_step_pre_hook(check)

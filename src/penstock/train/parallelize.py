@@ -8,7 +8,7 @@ pipeline's configuration, and replicas have the weights of the first one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,16 +50,27 @@ def parallelize_stages(
     made = {}
     for stage, module in modules.items():
         fake = FakeStage(stage, module, mesh.device)
-        result = _call(options.parallelize, stage, module, mesh)
+        try:
+            result = options.parallelize(module, mesh)
+        except Exception as error:
+            error.add_note(f"in parallelize of stage {stage}")
+            raise
+        result = module if result is None else result
+        if not isinstance(result, nn.Module):
+            raise PlanError(f"parallelize gave a {type(result).__name__} for stage {stage}: return a module, or None")
         result, wrapped = unwrap_ddp(result, stage, mesh.ranks("data"))
         sharded = fsdp_stage(result, stage, mesh.ranks("data"))
-        _check_device_meshes(stage, result, sharded, mesh)
+        for name, parameter in result.named_parameters():
+            if is_dtensor(parameter) and (sharded is None or id(parameter) not in sharded.parameters):
+                there = parameter.device_mesh.mesh.flatten().tolist()
+                if sorted(there) != sorted(mesh.ranks("tensor")):
+                    raise PlanError(
+                        f"stage {stage}: {name} is distributed over ranks {sorted(there)}, but the processes which "
+                        f'hold parts of this stage are ranks {sorted(mesh.ranks("tensor"))}: use mesh["tensor"]'
+                    )
         changed = result is not module or sharded is not None or mesh.tensor > 1
         if changed and not fake.pairs and not options.dynamic:
-            raise PlanError(
-                f"stage {stage} cannot be copied (copy.deepcopy fails), and a copy of the stage as it was before "
-                "parallelize is needed, to infer the shapes on its edges"
-            )
+            raise PlanError(f"stage {stage} cannot be copied to infer the shapes on its edges: pass dynamic=True")
         if sharded is not None:
             _apply_mixed_precision(sharded, fake)
         if mesh.tensor > 1:
@@ -67,26 +78,16 @@ def parallelize_stages(
         modules[stage] = result
         made[stage] = ParallelizedStage(fake if changed else None, wrapped, sharded)
     _check_parameters(before, _identities(modules, own))
-    _check_options(modules, options)
+    sharded_name = next((name for _, name, p in _members(modules, own) if is_dtensor(p)), None)
+    if sharded_name is not None and (options.accumulate is not None or options.offload is not None):
+        raise PlanError(
+            f"accumulate= and offload= are not supported for sharded parameters ({sharded_name} is one): with "
+            "fully_shard use MixedPrecisionPolicy(reduce_dtype=torch.float32) and CPUOffloadPolicy, else keep "
+            "parameters in float32 and run steps under torch.autocast"
+        )
     for tie, row in zip(ties, copies, strict=True):
         row[:] = {id(p): p for _, name, p in _members(modules, own) if name in tie.names}.values()
     return made
-
-
-def _call(function: Callable[..., Any], stage: int, module: nn.Module, mesh: Mesh) -> nn.Module:
-    try:
-        result = function(module, mesh)
-    except Exception as error:
-        error.add_note(f"in parallelize of stage {stage}")
-        raise
-    if result is None:
-        return module
-    if not isinstance(result, nn.Module):
-        raise PlanError(
-            f"parallelize gave a {type(result).__name__} for stage {stage}: it must return the stage's new module, or "
-            "None where it has changed the stage in place"
-        )
-    return result
 
 
 def _members(modules: Mapping[int, nn.Module], own: FqnMap) -> Iterator[tuple[int, str, nn.Parameter]]:
@@ -117,37 +118,7 @@ def _check_parameters(before: Mapping[tuple[int, str], int], after: Mapping[tupl
     for places in places_of.values():
         if len({after[place] for place in places}) > 1:
             names = " and ".join(f"{name} of stage {stage}" for stage, name in places)
-            raise PlanError(
-                f"{names} were one parameter, and parallelize has made several of it, which would drift apart: leave "
-                "it unchanged, or cut the model so that stages which share it are on different ranks"
-            )
-
-
-def _check_device_meshes(stage: int, module: nn.Module, sharded: FsdpStage | None, mesh: Mesh) -> None:
-    """Sharded parameters must be sharded over the stage's own process group."""
-    for name, parameter in module.named_parameters():
-        if is_dtensor(parameter) and (sharded is None or id(parameter) not in sharded.parameters):
-            there = parameter.device_mesh.mesh.flatten().tolist()
-            if sorted(there) != sorted(mesh.ranks("tensor")):
-                raise PlanError(
-                    f"stage {stage}: {name} is distributed over ranks {sorted(there)}, but the processes which hold "
-                    f'parts of this stage are ranks {sorted(mesh.ranks("tensor"))}: use mesh["tensor"]'
-                )
-
-
-def _check_options(modules: Mapping[int, nn.Module], options: Any) -> None:
-    sharded_names = [name for m in modules.values() for name, p in m.named_parameters() if is_dtensor(p)]
-    if sharded_names and options.accumulate is not None:
-        raise PlanError(
-            f"accumulate={options.accumulate!r} is not supported for sharded parameters ({sharded_names[0]} is one): "
-            "with fully_shard use MixedPrecisionPolicy(reduce_dtype=torch.float32), else keep parameters in float32 "
-            "and run steps under torch.autocast"
-        )
-    if sharded_names and options.offload is not None:
-        raise PlanError(
-            f"offload is not supported for sharded parameters ({sharded_names[0]} is one): leave it out, or with "
-            "fully_shard use its CPUOffloadPolicy"
-        )
+            raise PlanError(f"{names} were one parameter, and parallelize has made several of it: leave it unchanged")
 
 
 def _apply_mixed_precision(sharded: FsdpStage, fake: FakeStage) -> None:

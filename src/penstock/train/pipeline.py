@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import add
 from typing import Any
 
 import torch
@@ -13,22 +14,78 @@ from torch.optim import Optimizer
 
 from penstock import _registry
 from penstock.engine.executor import Executor
-from penstock.engine.failure.rendezvous import Rendezvous, digest
+from penstock.engine.failure.watch import Rendezvous, digest
 from penstock.engine.loss import Outputs, StepOutcome, check_outputs
 from penstock.errors import PlanError
 from penstock.schedule.costs import Costs
 from penstock.schedule.recompute import Recompute
-from penstock.schedule.schedule import Schedule
-from penstock.schedule.simulate import Prediction
+from penstock.schedule.schedule import Edge, Schedule
+from penstock.schedule.search import auto
+from penstock.schedule.simulate import Prediction, simulate
 from penstock.split.plan import Plan
-from penstock.train.build import Options, Parallelize, build
-from penstock.train.devices import Devices
-from penstock.train.materialise import Init
+from penstock.train.build import Devices, Init, Options, Parallelize, build
 from penstock.train.mesh import Mesh
 from penstock.train.optimizer_offload import Offload, offload_optimizer, require_offloaded
-from penstock.train.replan import ReplanResult, find_faster_order, predict_from_costs, predict_step
-from penstock.train.result import StepResult, StepTotals
 from penstock.train.state import PipelineState
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of ``Pipeline.step``: ``loss`` on every rank, ``outputs`` where the last stage is.
+
+    ``bubble`` is the share of the step's time in which ranks waited for others, as measured: of this process's rank
+    under a mesh, else of all on average. It is not known on GPUs, where the host does not wait.
+    """
+
+    loss: Any  # a Tensor; None for an evaluation without targets
+    outputs: Any
+    samples: int  # of all replicas, where there is a loss
+    microbatches: int  # of this replica
+    seconds: float
+    bubble: float | None = None
+
+
+@dataclass
+class StepTotals:
+    """Sums over steps. ``idle`` of the ``measured`` seconds were spent waiting, in steps with a known bubble."""
+
+    steps: int = 0
+    samples: int = 0
+    measured: float = 0.0
+    idle: float = 0.0
+
+    def add(self, result: StepResult) -> None:
+        self.steps += 1
+        self.samples += result.samples
+        if result.bubble is not None:
+            self.measured += result.seconds
+            self.idle += result.bubble * result.seconds
+
+    def since(self, before: StepTotals) -> StepTotals:
+        return StepTotals(*(now - then for now, then in zip(vars(self).values(), vars(before).values(), strict=True)))
+
+    @property
+    def bubble(self) -> float | None:
+        """The fraction of time spent waiting; None if it is not known."""
+        return self.idle / self.measured if self.measured else None
+
+
+MIN_SAVING = 0.01  # the fraction of a step that a new order must save
+
+
+@dataclass(frozen=True)
+class ReplanResult:
+    """The result of ``pipe.replan()``: simulated times of a step, and whether the order has changed."""
+
+    before: float
+    after: float
+    changed: bool
+
+    def __str__(self) -> str:
+        if not self.changed:
+            return f"the order stays: a step of {self.before:.4g} s, and no other order was found that saves 1 %"
+        saved = 1 - self.after / self.before
+        return f"a new order: a step of {self.after:.4g} s instead of {self.before:.4g} s, {saved:.1%} less"
 
 
 class Pipeline(PipelineState):
@@ -95,19 +152,15 @@ class Pipeline(PipelineState):
         options = Options(**{name: arguments[name] for name in arguments if name not in ("self", "plan", "mesh")})
         rendezvous = Rendezvous(mesh.world_ranks, mesh.rank) if isinstance(mesh, Mesh) else None
         try:
-            built = build(plan, options, mesh, rendezvous)
+            self.plan, self._source, self._modules, self._fqn, executor = build(plan, options, mesh, rendezvous)
         except BaseException as error:
             if rendezvous is not None:
                 rendezvous.cancel(error)
             raise
-        self.plan = built.plan
         self.mesh = mesh
         self._chain = plan.require_chain()
         self._model = self._chain.model
-        self._source = built.source
-        self._modules = built.modules
-        self._fqn = built.fqn
-        self._executor: Executor = built.executor
+        self._executor: Executor = executor
         self._rendezvous = rendezvous
         self._traced: Any = None  # the last ``Trace``
         self.prediction: Prediction | None = None  # of what this pipeline was made from, such as a plan
@@ -223,8 +276,6 @@ class Pipeline(PipelineState):
 
     @lockstep.setter
     def lockstep(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise PlanError(f"lockstep must be True or False, got {value!r}")
         self._executor.set_lockstep(value)
 
     # ── schedule and trace ───────────────────────────────────────────────────────────────────────────────────
@@ -262,8 +313,6 @@ class Pipeline(PipelineState):
             assert costs is not None
             if not any(costs.durations(self.schedule.num_stages)["B"]):
                 raise PlanError("the last trace has no backward: run steps in 'with pipe.trace():', or give costs=")
-        elif not isinstance(costs, Costs):
-            raise PlanError(f"costs must be penstock.schedule.Costs(…), got {type(costs).__name__}")
         found, schedule = find_faster_order(self.schedule, costs, executor.edges, seconds)
         if self._rendezvous is not None:
             self._rendezvous.compare({"what replan was given": digest(repr(costs)), "its order": digest(str(schedule))})
@@ -274,8 +323,23 @@ class Pipeline(PipelineState):
         return found
 
     def _predicted(self) -> Prediction | None:
-        samples = None if self.last is None else self.last.samples
-        return predict_step(self.prediction, self._source, self._executor, self.mesh, samples)
+        """The prediction for steps of a full number of micro-batches, as far as it holds for steps like the last."""
+        made_from, source, executor = self.prediction, self._source, self._executor
+        if made_from is None:
+            return None if source.costs is None else predict_from_costs("costs", source.costs, executor)
+        if made_from.samples is None:
+            return made_from
+        if executor.source.ranks != source.ranks:  # ranks take turns, which the plan did not model
+            return None
+        samples = 0 if self.last is None else self.last.samples
+        share = -(-samples // (1 if self.mesh is None else self.mesh.data))
+        if share and -(-share // source.microbatches) != made_from.samples:
+            return None
+        stages = executor.stages.items()
+        gpus = {executor.placement[s]: stage.device for s, stage in stages if stage.device.type != "cpu"}
+        if len(set(gpus.values())) < len(gpus):  # several ranks allocate on one GPU
+            return replace(made_from, memory=None)
+        return made_from
 
     # ── offload and end of life ──────────────────────────────────────────────────────────────────────────────
 
@@ -302,13 +366,41 @@ class Pipeline(PipelineState):
         self.close()
 
     def __repr__(self) -> str:
-        return (
-            f"Pipeline({self.plan.num_stages} stages on {self._source.ranks} ranks, "
-            f"schedule {self._source.name!r}, {self._source.microbatches} micro-batches)"
-        )
+        source, ranks = self._source, f"{self.plan.num_stages} stages on {self._source.ranks} ranks"
+        return f"Pipeline({ranks}, schedule {source.name!r}, {source.microbatches} micro-batches)"
 
     def __getstate__(self) -> Any:
-        raise PlanError(
-            "a pipeline is not copied or pickled: save pipe.state_dict(), or split a copy of the model, and build "
-            "another pipeline"
-        )
+        raise PlanError("a pipeline is not copied or pickled: save pipe.state_dict(), and build another pipeline")
+
+
+def find_faster_order(
+    schedule: Schedule, costs: Costs, edges: Sequence[Edge], seconds: float
+) -> tuple[ReplanResult, Schedule]:
+    """The fastest order for these costs, or the present one if it saves too little; recomputes are left out.
+
+    The same arguments give the same result on every rank.
+    """
+    orders = tuple(tuple(action for action in order if action.kind != "R") for order in schedule.orders)
+    again = {action.stage for order in schedule.orders for action in order if action.kind == "R"}
+    plain, count = replace(schedule, orders=orders), schedule.num_stages
+    times = costs.durations(count)
+    extra = [times["R"][s] if s in again else 0.0 for s in range(count)]  # recomputes count in the backwards
+    if any(extra):
+        longer = {kind: tuple(map(add, times[kind], extra)) for kind in "IB"}
+        costs = replace(costs, i=longer["I"], b=longer["B"])
+    if not any(costs.of_stages("activation", schedule.num_stages)):
+        costs = replace(costs, activation=1.0)  # unknown: keep as many micro-batches in flight as before
+    old = simulate(plain, costs, edges)
+    found = auto(
+        costs, schedule.placement, schedule.num_microbatches, cap=old.peak_memory, edges=edges, seconds=seconds,
+        repeatable=True,
+    )  # fmt: skip
+    if found.makespan > old.makespan * (1 - MIN_SAVING):
+        return ReplanResult(old.makespan, old.makespan, False), plain
+    return ReplanResult(old.makespan, found.makespan, True), found.schedule
+
+
+def predict_from_costs(by: str, costs: Costs, executor: Executor) -> Prediction:
+    """The simulated step of the executor's order with these costs."""
+    source = executor.source
+    return Prediction.simulated(by, source.training(source.microbatches), costs, executor.edges)

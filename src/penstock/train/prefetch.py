@@ -11,8 +11,11 @@ import atexit
 import copy
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import Future
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -23,93 +26,73 @@ from penstock._torch import pytree
 T = TypeVar("T")
 
 
-class _EndOfSource(NamedTuple):
-    error: BaseException | None
-
-
-class _PrefetchQueues(Generic[T]):
-    """The state that thread and iterator share; it does not refer to the iterator, which can be freed.
-
-    The iterator's finalizer stops the thread. It may run at any line of any thread, so it uses ``SimpleQueue``, which
-    is reentrant, and no locks.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self.ready: SimpleQueue[T | _EndOfSource] = SimpleQueue()
-        self.room: SimpleQueue[None] = SimpleQueue()  # one item per free slot
-        self.stopped = False
-        for _ in range(depth):
-            self.room.put(None)
-
-    def stop(self) -> None:
-        self.stopped = True
-        self.room.put(None)
-
-
 class Prefetcher(Generic[T]):
     """An iterator that a thread fills from ``source``, up to ``depth`` items ahead.
 
-    The thread ends with the source, with an error in it, or soon after this iterator is freed. ``next`` must not be
-    called again after the end.
+    The thread ends soon after this iterator is freed or stopped. ``lock`` is held while the source produces an item.
     """
 
     def __init__(self, source: Iterator[T], depth: int, lock: threading.Lock, device: torch.device | None) -> None:
-        """``lock`` is held while the source produces an item."""
-        self._queues: _PrefetchQueues[T] = _PrefetchQueues(depth)
-        arguments = (source, self._queues, lock, device)
-        self.thread = threading.Thread(target=_prefetch_loop, args=arguments, name="penstock loader", daemon=True)
-        weakref.finalize(self, self._queues.stop)
-        _running[self.thread] = self._queues
-        self.thread.start()
+        self._items: deque[Future[T]] = deque()
+        # Shared with the thread, which may not hold this object. SimpleQueue is reentrant, as finalizers need.
+        self._shared = SimpleNamespace(requests=SimpleQueue(), stopped=False)
+        arguments = (source, self._shared, lock, device)
+        thread = threading.Thread(target=_load, args=arguments, name="penstock loader", daemon=True)
+        weakref.finalize(self, _stop, self._shared)
+        _running[thread] = self._shared
+        thread.start()
+        for _ in range(depth):
+            self._request()
+
+    def _request(self) -> None:
+        self._items.append(Future())
+        self._shared.requests.put(self._items[-1])
 
     def stop(self) -> None:
         """Stop the thread after its present item; items that are ready can still be taken."""
-        self._queues.stop()
-        self._queues.ready.put(_EndOfSource(None))
+        _stop(self._shared)
 
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
-        item = self._queues.ready.get()
-        if not isinstance(item, _EndOfSource):
-            self._queues.room.put(None)
-            return item
-        try:
-            raise StopIteration if item.error is None else item.error
-        finally:
-            del item  # the error's traceback refers to this frame
+        if not self._items:
+            raise StopIteration  # again, as iterators do
+        item = self._items.popleft().result()
+        self._request()
+        return item
 
 
-def _prefetch_loop(
-    source: Iterator[T], queues: _PrefetchQueues[T], lock: threading.Lock, device: torch.device | None
-) -> None:
-    try:
-        if device is not None:
-            torch.cuda.set_device(device)
-        while True:
-            queues.room.get()
-            with lock:
-                if queues.stopped:
-                    return
-                queues.ready.put(next(source))  # no local reference, so the caller can free it
-    except StopIteration:
-        queues.ready.put(_EndOfSource(None))
-    except BaseException as error:
-        queues.ready.put(_EndOfSource(error))
-    finally:
-        _running.pop(threading.current_thread(), None)
+def _load(source: Iterator[T], shared: SimpleNamespace, lock: threading.Lock, device: torch.device | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
+    while (future := shared.requests.get()) is not None:
+        with lock:
+            try:
+                if shared.stopped:
+                    raise StopIteration
+                future.set_result(next(source))
+            except BaseException as error:
+                shared.stopped = True
+                future.set_exception(error)
+        del future  # and with it the item, or an error whose traceback refers to this frame
+    _running.pop(threading.current_thread(), None)
 
 
-_running: dict[threading.Thread, _PrefetchQueues[Any]] = {}
+def _stop(shared: SimpleNamespace) -> None:
+    shared.stopped = True
+    shared.requests.put(None)
+
+
+_running: dict[threading.Thread, SimpleNamespace] = {}
 
 
 @atexit.register
 def _stop_all() -> None:
     """Join the threads at exit: a daemon thread that ends inside torch's code would crash the process."""
     running = dict(_running)
-    for queues in running.values():
-        queues.stop()
+    for shared in running.values():
+        _stop(shared)
     for thread in running:
         thread.join(10)
 
@@ -147,7 +130,12 @@ class BatchCopier:
         for device, event in sent.events.items():
             torch.cuda.current_stream(device).wait_event(event)
         if sent.events:
-            map_leaves(_record_stream, sent.batch)
+
+            def record(leaf: Any) -> None:
+                if isinstance(leaf, Tensor) and leaf.is_cuda:
+                    leaf.record_stream(torch.cuda.current_stream(leaf.device))
+
+            map_leaves(record, sent.batch)
         return sent.batch
 
     def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
@@ -176,12 +164,6 @@ def copy_batch(
         make: Any = type(batch)
         return make(*parts) if hasattr(batch, "_fields") else make(parts)
     return map_leaves(to(inputs or targets), batch)
-
-
-def _record_stream(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.is_cuda:
-        leaf.record_stream(torch.cuda.current_stream(leaf.device))
-    return leaf
 
 
 def map_leaves(change: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock._torch import default_store
-from penstock.errors import PlanError
 from penstock.progress_ui import ProgressUI, progress_ui
-from penstock.train.launch import is_initialized, is_rank0
-from penstock.train.pipeline import Pipeline
-from penstock.train.result import StepTotals
+from penstock.train.launch import is_rank0
+from penstock.train.pipeline import Pipeline, StepTotals
 
 T = TypeVar("T")
 
@@ -44,16 +42,14 @@ def progress(
     both cases. ``total`` is the number of steps if ``len(loader)`` does not give it. A summary line is printed at the
     end. All ranks run the same loop; only rank 0 prints. The bubble is the average over the ranks.
     """
-    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-        raise PlanError(f"every must be a number of steps, got {every!r}")
     if total is None:
         with suppress(TypeError):
             total = len(loader)  # type: ignore[arg-type]
-    return _iterate(loader, _LoopStats(pipe, total, label), every, is_rank0())
+    return _iterate(loader, _Loop(pipe, total, label), every)
 
 
-def _iterate(loader: Iterable[T], loop: _LoopStats, every: int | None, show: bool) -> Iterator[T]:
-    with progress_ui() if show else nullcontext() as ui:
+def _iterate(loader: Iterable[T], loop: _Loop, every: int | None) -> Iterator[T]:
+    with progress_ui() if is_rank0() else nullcontext() as ui:
         if ui is not None:
             ui.begin(loop.label, loop.total)
         try:
@@ -61,32 +57,44 @@ def _iterate(loader: Iterable[T], loop: _LoopStats, every: int | None, show: boo
                 yield item
                 loop.step()
                 if ui is None:
-                    loop.exchange.publish(loop.bubble)
+                    loop.publish()
                 else:
                     loop.show(ui, every)
             if ui is not None:
-                loop.exchange.wait_for_others()
+                loop.wait_for_others()
         except GeneratorExit:  # left within a step, which counts if the pipeline has run one
             if loop.pipe is not None and loop.pipe.step_totals.steps > loop.pipeline_steps:
                 loop.step()
             raise
         finally:
             if ui is None:
-                loop.exchange.publish(loop.bubble, last=True)
+                loop.publish(last=True)
             elif loop.steps:
-                ui.line(loop.summary())
+                steps = f"{loop.steps} step{'s' * (loop.steps > 1)} in {time.monotonic() - loop.start:.1f} s"
+                ui.line(loop.text(steps))
 
 
-class _LoopStats:
-    """The numbers of one loop. Speed and bubble leave out the first step, which is slower than the others."""
+class _Loop:
+    """The numbers of one loop. Speed and bubble leave out the first step, which is slower than the others.
+
+    Ranks publish their bubbles in the store of the process group. No rank blocks, so that a rank may leave its loop, or
+    never begin it, without delaying the others.
+    """
 
     def __init__(self, pipe: Pipeline | None, total: int | None, label: str) -> None:
+        global _num_loops
+        _num_loops += 1
         self.pipe, self.total, self.label = pipe, total, label
-        self.exchange = _BubbleExchange()
         self.steps = 0
         self.start = self.first_step_end = self.last_line = self.last_refresh = time.monotonic()
         self.at_start = self.after_first_step = StepTotals() if pipe is None else replace(pipe.step_totals)
         self.pipeline_steps = self.at_start.steps
+        self.store: Any = None
+        self.exchanged_at = -math.inf
+        self.others: list[tuple[float | None, bool]] = []  # the other ranks' bubbles, and whether these are the last
+        if dist.is_initialized():
+            self.store = PrefixStore(f"penstock/progress/{_num_loops}", default_store())
+            self.publish()
 
     def step(self) -> None:
         """Count one step of the loop."""
@@ -98,25 +106,30 @@ class _LoopStats:
 
     def show(self, ui: ProgressUI, every: int | None) -> None:
         now = time.monotonic()
+        step = f"step {self.steps}{'' if self.total is None else f'/{self.total}'}"
         text = None
         if ui.live and (now - self.last_refresh > _REFRESH_INTERVAL or self.steps == 1):
-            self.last_refresh, text = now, self.text()
+            self.last_refresh, text = now, self.text(step, labelled=False)
         ui.advance(text)
         if self.steps % every == 0 if every is not None else not ui.live and now - self.last_line > _LINE_INTERVAL:
             self.last_line = now
-            ui.line("  ".join(filter(None, (self.label, self.text()))))
+            ui.line(self.text(step))
 
-    def text(self) -> str:
-        return "  ".join([f"step {self.steps}{'' if self.total is None else f'/{self.total}'}", *self.numbers()])
-
-    def summary(self) -> str:
-        steps = f"{self.steps} step{'s' * (self.steps > 1)} in {time.monotonic() - self.start:.1f} s"
-        return "  ".join([*filter(None, (self.label,)), steps, *self.numbers()])
-
-    @property
-    def bubble(self) -> float | None:
-        """The bubble of this process."""
-        return None if self.pipe is None else self.measured(self.pipe)[0].bubble
+    def text(self, steps: str, labelled: bool = True) -> str:
+        """Label, steps, loss, speed and bubble."""
+        now = time.monotonic()
+        parts = [self.label, steps] if labelled and self.label else [steps]
+        totals, since = (StepTotals(), now) if self.pipe is None else self.measured(self.pipe)
+        if self.pipe is None or totals.steps == 0:
+            return "  ".join([*parts, f"{self.steps / max(now - self.start, 1e-9):,.1f} steps/s"])
+        if self.pipe.last is not None and self.pipe.last.loss is not None:
+            parts.append(f"loss {float(self.pipe.last.loss):.4f}")
+        parts.append(f"{totals.samples / max(now - since, 1e-9):,.0f} samples/s")
+        self.read_others()
+        bubbles = [b for b in (totals.bubble, *(bubble for bubble, _ in self.others)) if b is not None]
+        if bubbles:
+            parts.append(f"bubble {sum(bubbles) / len(bubbles):.1%}")
+        return "  ".join(parts)
 
     def measured(self, pipe: Pipeline) -> tuple[StepTotals, float]:
         """The pipeline's totals, and the time since which they count: without the first step, if there were more."""
@@ -125,63 +138,31 @@ class _LoopStats:
             return totals, self.first_step_end
         return pipe.step_totals.since(self.at_start), self.start
 
-    def numbers(self) -> list[str]:
-        now = time.monotonic()
-        totals, since = (StepTotals(), now) if self.pipe is None else self.measured(self.pipe)
-        if self.pipe is None or totals.steps == 0:
-            return [f"{self.steps / max(now - self.start, 1e-9):,.1f} steps/s"]
-        numbers = [f"{totals.samples / max(now - since, 1e-9):,.0f} samples/s"]
-        if self.pipe.last is not None and self.pipe.last.loss is not None:
-            numbers.insert(0, f"loss {float(self.pipe.last.loss):.4f}")
-        bubbles = [bubble for bubble in (self.bubble, *self.exchange.read()) if bubble is not None]
-        if bubbles:
-            numbers.append(f"bubble {sum(bubbles) / len(bubbles):.1%}")
-        return numbers
-
-
-class _BubbleExchange:
-    """The ranks' bubbles, through the store of the process group.
-
-    No rank blocks, so that a rank may leave its loop, or never begin it, without delaying the others.
-    """
-
-    def __init__(self) -> None:
-        global _num_loops
-        _num_loops += 1
-        self.store: Any = None
-        self.published_at = self.read_at = -math.inf
-        self.entries: list[tuple[float | None, bool]] = []  # the other ranks' bubble, and whether it is the last
-        self.missing: set[int] = set()  # ranks that have not begun this loop
-        self.joined: list[str] = []
-        if is_initialized():
-            self.store = PrefixStore(f"penstock/progress/{_num_loops}", default_store())
-            self.rank = dist.get_rank()
-            self.missing = set(range(dist.get_world_size())) - {self.rank}
-            self.publish(None)
-
-    def publish(self, bubble: float | None, *, last: bool = False) -> None:
+    def publish(self, *, last: bool = False) -> None:
         """Set this rank's bubble, at most once per interval; ``last`` at the end of its loop."""
-        now = time.monotonic()
-        if self.store is not None and (last or now - self.published_at > _EXCHANGE_INTERVAL):
-            self.published_at = now
+        if self.store is not None and (last or self.exchange_is_due()):
+            bubble = None if self.pipe is None else self.measured(self.pipe)[0].bubble
             with suppress(RuntimeError):  # the store is gone, and with it every reader
-                self.store.set(str(self.rank), json.dumps([bubble, last]))
+                self.store.set(str(dist.get_rank()), json.dumps([bubble, last]))
 
-    def read(self, *, now: bool = False) -> list[float | None]:
-        """The other ranks' bubbles, from the store at most once per interval unless ``now``."""
-        if self.store is not None and (now or time.monotonic() - self.read_at > _EXCHANGE_INTERVAL):
-            self.read_at = time.monotonic()
+    def read_others(self, *, now: bool = False) -> None:
+        """Read the other ranks' bubbles, at most once per interval unless ``now``. Rank 0 reads."""
+        if self.store is not None and (now or self.exchange_is_due()):
             with suppress(RuntimeError):
-                joined = {rank for rank in self.missing if self.store.check([str(rank)])}
-                self.missing -= joined
-                self.joined += map(str, sorted(joined))
-                self.entries = [tuple(json.loads(entry)) for entry in self.store.multi_get(self.joined)]
-        return [bubble for bubble, _ in self.entries]
+                ranks = [str(rank) for rank in range(1, dist.get_world_size())]
+                begun = [rank for rank in ranks if self.store.check([rank])]
+                self.others = [tuple(json.loads(entry)) for entry in self.store.multi_get(begun)]
+
+    def exchange_is_due(self) -> bool:
+        due = time.monotonic() - self.exchanged_at > _EXCHANGE_INTERVAL
+        if due:
+            self.exchanged_at = time.monotonic()
+        return due
 
     def wait_for_others(self) -> None:
         """Give the ranks that have begun the loop a moment to publish their last bubble."""
         end = time.monotonic() + _END_WAIT
-        self.read(now=True)
-        while not all(last for _, last in self.entries) and time.monotonic() < end:
+        self.read_others(now=True)
+        while not all(last for _, last in self.others) and time.monotonic() < end:
             time.sleep(0.002)
-            self.read(now=True)
+            self.read_others(now=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,23 +17,15 @@ from penstock.errors import PipelineError, PlanError
 
 _FINITE, _NOT_FINITE, _HALF = 0.0, 1.0, 2.0  # the state of a rank's gradients; the maximum over the ranks counts
 _SMALLEST_SCALE = 2.0**-126  # whose inverse float32 can represent
-_STATE_NAMES = (
-    "scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "_growth_tracker",
-)  # torch's names
+_STATE_NAMES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # torch's names
 
 
 class ScaledPipeline(Protocol):
-    """The part of a pipeline that the scaler uses."""
+    """The part of a pipeline that the scaler uses: the factor of its gradients, and a reduction over its ranks."""
 
-    loss_scale: float  # the factor of a step's gradients
+    loss_scale: float
 
-    def max_over_ranks(self, number: float) -> float:
-        """The maximum of the ranks' numbers. Every rank calls it."""
-        ...
+    def max_over_ranks(self, number: float) -> float: ...
 
 
 class GradScaler:
@@ -68,8 +60,8 @@ class GradScaler:
         self._check_equal("enabled", float(enabled))
         if enabled:
             numbers = init_scale, growth_factor, backoff_factor, growth_interval, 0
+            self._check_equal("min_scale", min_scale or 0.0)
             self._set_state(dict(zip(_STATE_NAMES, numbers, strict=True)))
-            self._check_equal("min_scale", 0.0 if min_scale is None else min_scale)
         else:
             pipe.loss_scale = 1.0
         # Since the last update: states of local gradients, optimizers that stepped, states over all ranks.
@@ -78,16 +70,11 @@ class GradScaler:
         self._global_states: list[float] = []
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a loss, or several in an iterable, by the scale: for ``pipe(x)`` and ``backward()``."""
+        """Multiply a loss by the scale: for ``pipe(x)`` and ``backward()``."""
         if not self._enabled:
             return outputs
-        if isinstance(outputs, Tensor):
-            # A tensor, not a number: a float16 loss becomes float32, which the scale does not overflow.
-            return outputs * torch.full((), self._scale, device=outputs.device)
-        if isinstance(outputs, Iterable):
-            scaled = map(self.scale, outputs)
-            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
-        raise PlanError(f"scale() takes a tensor or an iterable of tensors, got a {type(outputs).__name__}")
+        # A tensor, not a number: a float16 loss becomes float32, which the scale does not overflow.
+        return outputs * torch.full((), self._scale, device=outputs.device)
 
     def unscale_(self, optimizer: Optimizer | None) -> None:
         """Divide the gradients of an optimizer's parameters by the scale, for example to clip them before ``step``."""
@@ -179,10 +166,7 @@ class GradScaler:
     def _check_equal(self, name: str, number: float) -> None:
         largest, smallest = self._pipe.max_over_ranks(number), -self._pipe.max_over_ranks(-number)
         if largest != smallest:
-            raise PlanError(
-                f"GradScaler's {name} is {number:g} here, and between {smallest:g} and {largest:g} over the ranks: "
-                "give every rank the same"
-            )
+            raise PlanError(f"GradScaler's {name} is {smallest:g} to {largest:g} over the ranks: make it the same")
 
     def _adjust_scale(self, found: float) -> None:
         """Update the scale after an iteration, rounded to float32 as in torch."""
@@ -190,8 +174,7 @@ class GradScaler:
             lower = max(_to_float32(self._scale * self._backoff_factor), _to_float32(self._min_scale or 0.0))
             if lower < _SMALLEST_SCALE:
                 raise PipelineError(
-                    f"gradients are not finite even at a scale of {self._scale:g}: the cause is not the scale, but the "
-                    "model or its data. Look at result.loss, or at the gradients of a step without a scaler"
+                    f"gradients are not finite even at a scale of {self._scale:g}: look at the model and its data"
                 )
             self._scale, self._growth_tracker = lower, 0
         elif self._growth_tracker + 1 < self._growth_interval:
@@ -203,31 +186,22 @@ class GradScaler:
 
     @torch.no_grad()
     def _unscale(self, optimizer: Optimizer) -> float:
-        grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        """Divide the gradients by the scale; returns their state on this rank."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if any(parameter.grad.dtype is torch.float16 for parameter in parameters):
             return _HALF  # ``step`` raises the error on all ranks; no gradient is changed
+        grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for parameter in parameters:
-            values = _grad_values(parameter)
-            grads[values.device, values.dtype].append(values)
-        found: dict[torch.device, Tensor] = {}
+            if not parameter.grad.is_sparse and parameter.grad.is_conj():
+                parameter.grad = parameter.grad.resolve_conj()
+            grad = to_local(parameter.grad)
+            values = grad._values() if grad.is_sparse else grad
+            grads[values.device, values.dtype].append(torch.view_as_real(values) if values.is_complex() else values)
+        flags = []
         for (device, _), group in grads.items():
-            if device not in found:
-                found[device] = torch.zeros((), device=device)
-            inverse = torch.full((), 1 / self._scale, device=device)
-            foreach_unscale_(group, found[device], inverse)
-        return max((float(flag) for flag in found.values()), default=_FINITE)
-
-
-def _grad_values(parameter: Tensor) -> Tensor:
-    """A real view of the local values of a gradient, to be changed in place."""
-    assert parameter.grad is not None
-    if not parameter.grad.is_sparse and parameter.grad.is_conj():
-        parameter.grad = parameter.grad.resolve_conj()
-    grad = to_local(parameter.grad)
-    if grad.is_sparse:
-        grad = grad._values()
-    return torch.view_as_real(grad) if grad.is_complex() else grad
+            flags.append(torch.zeros((), device=device))
+            foreach_unscale_(group, flags[-1], torch.full((), 1 / self._scale, device=device))
+        return max(map(float, flags), default=_FINITE)
 
 
 def _to_float32(number: Any) -> float:
@@ -239,16 +213,17 @@ def _invalid_state(state: Mapping[str, Any], least: float | None) -> str | None:
     missing = [name for name in _STATE_NAMES if name not in state]
     if missing:
         return (
-            f"a saved GradScaler has {', '.join(_STATE_NAMES)}; here {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing. A disabled one saves nothing"
+            f"a saved GradScaler has {', '.join(_STATE_NAMES)}, but not here: {', '.join(missing)}. "
+            "A disabled one saves nothing"
         )
     scale, growth, backoff, interval, _ = (float(state[name]) for name in _STATE_NAMES)
     if not _SMALLEST_SCALE <= _to_float32(scale) < math.inf:
         return f"the scale must be a positive number that float32 holds, as it does its inverse, got {scale:g}"
     if least is not None and not 0 < least <= scale:
         return f"min_scale must be a positive number, and no more than the scale, {scale:g}; got {least:g}"
-    if not growth > 1:
-        return f"growth_factor must be more than 1, got {growth:g}"
-    if not 0 < backoff < 1:
-        return f"backoff_factor must be more than 0 and less than 1, got {backoff:g}"
-    return None if interval >= 1 else f"growth_interval must be 1 at least, got {interval:g}"
+    if not (growth > 1 > backoff > 0 and interval >= 1):
+        return (
+            "growth_factor must be more than 1, backoff_factor between 0 and 1 and growth_interval 1 at least, got "
+            f"{growth:g}, {backoff:g} and {interval:g}"
+        )
+    return None

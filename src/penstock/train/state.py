@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.engine.executor import Executor
-from penstock.engine.replicas.dtensor import distribute_like
+from penstock.engine.replicas.dtensor import distribute_like, is_dtensor, shard_groups, to_local
 from penstock.errors import PlanError
-from penstock.split.plan import Plan, Tie
-from penstock.train.clip import clip_grad_norm, grad_norm
+from penstock.split.plan import Plan
 from penstock.train.mesh import Mesh
 
+DeviceOf = Callable[[nn.Parameter], torch.device | None]
 _WRAPPER_NAMES = {"_orig_mod", "_checkpoint_wrapped_module"}  # inserted by torch.compile and checkpoint_wrapper
 
 
 class FqnMap:
-    """Maps the current name of a parameter or module to its fully qualified name in the model."""
+    """Maps the current name of a module, parameter, buffer or extra state to its fully qualified name in the model."""
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        """``names``: those of the model before anything was wrapped."""
-        self.names = frozenset(names)
+    def __init__(self, model: nn.Module | None = None) -> None:
+        """``model``: as it was before anything was wrapped; without one, names stay as they are."""
+        self.names: set[str] = set()
+        if model is not None:
+            self.names |= {name for name, _ in model.named_modules(remove_duplicate=False)}
+            self.names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            self.names |= {name for name, _ in model.named_buffers(remove_duplicate=False)} | set(model.state_dict())
 
     def __call__(self, name: str) -> str:
         if not self.names or name in self.names:
             return name
         return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
-
-
-def all_fqns(model: nn.Module) -> set[str]:
-    """The names of all modules, parameters, buffers and extra state of a model."""
-    found = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    found |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return found | {name for name, _ in model.named_buffers(remove_duplicate=False)} | set(model.state_dict())
 
 
 def stages_state_dict(modules: Mapping[int, nn.Module], fqn: FqnMap) -> dict[str, Tensor]:
@@ -47,40 +45,6 @@ def stages_state_dict(modules: Mapping[int, nn.Module], fqn: FqnMap) -> dict[str
         for name, tensor in module.state_dict().items():
             state.setdefault(fqn(name), tensor)
     return state
-
-
-def load_state(
-    model: nn.Module,
-    modules: Mapping[int, nn.Module],
-    state: Mapping[str, Any],
-    strict: bool,
-    ties: Sequence[Tie],
-    fqn: FqnMap,
-) -> None:
-    """Load the part of these stages from a state dict of the whole model, or of these stages.
-
-    A tied parameter may be there under one of its names only. DTensors take their shard of a plain tensor.
-    """
-    state = dict(state)
-    for tie in ties:
-        present = [name for name in tie.names if name in state]
-        if present:
-            state.update({name: state[present[0]] for name in tie.names if name not in state})
-    missing = sorted(set(stages_state_dict(modules, fqn)) - set(state))
-    unexpected = sorted(set(state) - set(map(fqn, model.state_dict())))
-    if strict and (missing or unexpected):
-        raise PlanError(
-            f"the state does not fit the model: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}. "
-            "Load with strict=False to take what fits"
-        )
-    for module in modules.values():
-        fitting = {}
-        for name, own in module.state_dict().items():
-            if fqn(name) in state:
-                value = state[fqn(name)]
-                tensors = isinstance(value, Tensor) and isinstance(own, Tensor)
-                fitting[name] = distribute_like(value, own) if tensors else value
-        module.load_state_dict(fitting, strict=False)
 
 
 def share_buffers(source: nn.Module, target: nn.Module) -> None:
@@ -122,16 +86,10 @@ class PipelineState:
         A rank of a mesh without parameters yields an empty placeholder, because torch's optimizers do not accept an
         empty list, and the same lines should run on all ranks.
         """
-        empty = True
-        for _, parameter in self.named_parameters():
-            empty = False
-            yield parameter
-        if empty and self.mesh is not None:
-            yield self._placeholder
-
-    @cached_property
-    def _placeholder(self) -> nn.Parameter:
-        return nn.Parameter(torch.empty(0))
+        own = [parameter for _, parameter in self.named_parameters()]
+        if not own and self.mesh is not None:
+            own = [vars(self).setdefault("_placeholder", nn.Parameter(torch.empty(0)))]
+        return iter(own)
 
     @property
     def stage_modules(self) -> Mapping[int, nn.Module]:
@@ -191,8 +149,29 @@ class PipelineState:
         return {name: state[name] for name in names if name in state}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state dict of the plain model, or of a pipeline with any cuts; under a mesh, a rank takes its part."""
-        load_state(self._model, self._modules, state, strict, self.plan.ties, self._fqn)
+        """Load a state dict of the plain model, or of a pipeline with any cuts; under a mesh, a rank takes its part.
+
+        A tied parameter may be there under one of its names only. DTensors take their shard of a plain tensor.
+        """
+        state, fqn = dict(state), self._fqn
+        for tie in self.plan.ties:
+            present = [name for name in tie.names if name in state]
+            state.update({name: state[present[0]] for name in tie.names if present and name not in state})
+        missing = sorted(set(stages_state_dict(self._modules, fqn)) - set(state))
+        unexpected = sorted(set(state) - set(map(fqn, self._model.state_dict())))
+        if strict and (missing or unexpected):
+            raise PlanError(
+                f"the state does not fit the model: missing {missing or 'nothing'}, unexpected "
+                f"{unexpected or 'nothing'}. Load with strict=False to take what fits"
+            )
+        for module in self._modules.values():
+            fitting = {}
+            for name, own in module.state_dict().items():
+                if fqn(name) in state:
+                    value = state[fqn(name)]
+                    tensors = isinstance(value, Tensor) and isinstance(own, Tensor)  # not so for extra state
+                    fitting[name] = distribute_like(value, own) if tensors else value
+            module.load_state_dict(fitting, strict=False)
 
     def train(self, mode: bool = True) -> Self:
         """Put the stages of this process into training mode, as ``nn.Module.train``."""
@@ -229,3 +208,83 @@ class PipelineState:
         """The value of the last stage's rank, on every rank: ``pipe.broadcast(pipe(x))``. Every rank calls it."""
         self._executor.check_idle()
         return self._executor.broadcast(value)
+
+
+def grad_norm(
+    parameters: Iterable[nn.Parameter],
+    norm_type: float,
+    counted_here: Callable[[nn.Parameter], bool] = lambda parameter: True,
+    reduce: Callable[[Tensor, bool], Tensor] = lambda total, largest: total,
+    device_of: DeviceOf = lambda parameter: None,
+    reduce_plain: Callable[[Tensor, bool], Tensor] = lambda total, largest: total,
+) -> Tensor:
+    """The norm of the gradients, the same on every rank. Ranks without gradients take part.
+
+    ``counted_here`` selects the parameters that this rank counts (a tied parameter counts once). ``reduce(x, largest)``
+    returns the sum, or the maximum, of ``x`` over the ranks. Norms of sharded parameters are reduced over all processes
+    that hold shards. If ``device_of`` returns a device, the norm of a gradient is computed there, since sums on the
+    host round differently. ``reduce_plain`` runs first, on parameters that are not DTensors: it reduces over processes
+    that hold shards which torch does not know to be such.
+    """
+    all_parameters = list(parameters)
+    parameters = [p for p in all_parameters if p.grad is not None]
+    norm_type = float(norm_type)
+    first = next(iter(parameters), None)
+    total_device = torch.device("cpu") if first is None or first.grad is None else device_of(first) or first.grad.device
+    largest = math.isinf(norm_type)
+    counted = [p for p in all_parameters if counted_here(p)]
+    plain = _partial([p for p in counted if not is_dtensor(p)], norm_type, total_device, device_of)
+    plain = reduce_plain(plain, largest)
+    both = torch.stack([plain, *_over_shards([p for p in counted if is_dtensor(p)], norm_type, total_device)])
+    total = reduce(both.max() if largest else both.sum(), largest)
+    if not largest:
+        total = total.pow(1 / norm_type)
+    return total
+
+
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> None:
+    """Scale gradients with the norm ``total`` to at most ``max_norm``."""
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(total)}: they cannot be clipped")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            to_local(parameter.grad).mul_(scale.to(parameter.grad.device, parameter.grad.dtype))
+
+
+def _partial(
+    parameters: Sequence[nn.Parameter],
+    norm_type: float,
+    total_device: torch.device,
+    device_of: DeviceOf = lambda _: None,
+) -> Tensor:
+    """The contribution of local gradients to the norm: a sum of powers, or the maximum."""
+    total = torch.zeros(1, device=total_device)
+    parts = [(to_local(p.grad), device_of(p) or p.grad.device) for p in parameters if p.grad is not None]
+    norms = [
+        # On the gradient's device, in at least single precision.
+        torch.linalg.vector_norm(g.to(device), norm_type, dtype=torch.float32 if g.dtype.itemsize < 4 else None)
+        for g, device in parts
+        if g.numel()
+    ]
+    if norms:
+        total = torch.stack([norm.to(total_device) for norm in norms])
+    return total.max() if math.isinf(norm_type) else total.pow(norm_type).sum()
+
+
+def _over_shards(parameters: Sequence[nn.Parameter], norm_type: float, total_device: torch.device) -> list[Tensor]:
+    """The contributions of sharded parameters, reduced over the processes that hold shards; each shard counts once."""
+    by_groups: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    for parameter in parameters:  # also without a gradient: all processes make the same collective calls
+        key = tuple(group.group_name for group in shard_groups(parameter))
+        by_groups.setdefault(key, []).append(parameter)
+    totals = []
+    for group in by_groups.values():
+        first: Any = group[0]
+        total = _partial(group, norm_type, torch.device(first.device_mesh.device_type))
+        for processes in shard_groups(first):
+            dist.all_reduce(total, dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, processes)
+        totals.append(total.to(total_device))
+    return totals

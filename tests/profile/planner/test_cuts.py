@@ -12,8 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters
-from penstock.profile.planner.cuts import balanced, find_cuts, placement_of
-from penstock.profile.planner.segments import Ranks, Segments, bottleneck, choose_recompute, rank_bytes
+from penstock.profile.planner.cuts import (
+    Ranks,
+    Segments,
+    balanced,
+    bottleneck,
+    choose_recompute,
+    find_cuts,
+    placement_of,
+    rank_bytes,
+)
 
 SHAPES = [("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)]
 

@@ -14,9 +14,9 @@ from torch import nn
 
 import penstock as ps
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Profile, SharedParameters
+from penstock.profile.planner.cuts import Segments
 from penstock.profile.planner.plan import plan_costs
 from penstock.profile.planner.search import Cluster
-from penstock.profile.planner.segments import Segments
 
 LAYERS = 6
 X = torch.zeros(4, 8)

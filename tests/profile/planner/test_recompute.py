@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, Profile
-from penstock.profile.planner.cuts import placement_of
+from penstock.profile.planner.cuts import Ranks, Segments, placement_of, rank_static_bytes, stage_costs
 from penstock.profile.planner.joint import StageProblem, _Search, find_order, joint_search
 from penstock.profile.planner.plan import plan_costs
-from penstock.profile.planner.segments import Ranks, Segments, rank_static_bytes, stage_costs
 from penstock.schedule import Costs, Schedule, simulate
 
 
@@ -59,7 +58,7 @@ def test_nothing_is_recomputed_where_there_is_room() -> None:
 def test_what_need_not_be_recomputed_is_kept_again() -> None:
     ranks = Ranks((1.0,) * 2, (1000.0,) * 2, (1.0,) * 2, None)
     search = _Search(Segments(chain([10.0] * 4, [1.0] * 4)), ranks, 4, placement_of("loop", 2, 2), 0)
-    start = search.first_order(((1, 2, 3, 4), frozenset(range(4))), 0.01, 0)
+    start = search.first_order(((1, 2, 3, 4), frozenset(range(4))), 0.01)
     search.alternate(start, Random(0), 0.2)
     assert search.best.recomputed == frozenset()
 

@@ -11,9 +11,9 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain, combinations, islice
+from itertools import chain, islice
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -42,23 +42,13 @@ class Pipe(GPipe):
 
     _name = "Pipe"
     _balance_module = "fairscale.nn.pipe.balance"
-
-    def _verify(self, module: nn.Sequential) -> None:
-        verify_children(module)
-
-    def _verify_partitions(self) -> None:
-        super()._verify_partitions()
-        pairs = combinations(zip(self.partitions, self.devices, strict=True), 2)
-        for (one, here), (other, there) in pairs:
-            if here != there and set(one.parameters()) & set(other.parameters()):
-                raise ValueError("module with duplicate parameters on distinct devices is not supported")
+    _allows_duplicate_parameters = True
 
 
-class LazyModule:
+class LazyModule(NamedTuple):
     """A function that builds a layer. ``AsyncPipe`` calls it on the rank that owns the layer."""
 
-    def __init__(self, function: Callable[[], nn.Module]) -> None:
-        self.function = function
+    function: Callable[[], nn.Module]
 
     def __call__(self) -> nn.Module:
         return self.function()
@@ -151,6 +141,7 @@ class AsyncPipe(nn.Module):
         if self.pipeline is None or self._pipeline_config != config:
             if self.pipeline is not None:
                 self.pipeline.close()
+            self._pipeline_config = config
             (whole,) = self._whole
             ranks = dist.get_process_group_ranks(self.group)[: len(self.balance)]
             self.pipeline = ps.Pipeline(
@@ -161,7 +152,6 @@ class AsyncPipe(nn.Module):
                 batchnorm="deferred" if self._deferred else "microbatch",
                 dynamic=True,  # ranks know nothing of each other's layers
             )
-            self._pipeline_config = config
         return self.pipeline
 
     def __len__(self) -> int:

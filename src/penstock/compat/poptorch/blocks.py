@@ -24,9 +24,6 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-# ── annotations ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _ipu_number(ipu: Any) -> int:
     require(isinstance(ipu, int) and ipu >= 0, f"an IPU number must be an integer from 0, got {ipu!r}")
     return int(ipu)
@@ -81,9 +78,6 @@ def removeBlocks(module: nn.Module) -> None:
         hooks.remove_begin_block(part)
 
 
-# ── strategies ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Stage:
     """Blocks that run together: ``Stage("B1", "B2").ipu(0)``."""
 
@@ -95,7 +89,6 @@ class Stage:
         self._ipu: int | None = None
 
     def ipu(self, ipu: int) -> Stage:
-        """Place the stage on an IPU."""
         self._ipu = _ipu_number(ipu)
         return self
 
@@ -125,7 +118,6 @@ class Strategy:
                 self._by_block[block] = stage
 
     def stage(self, block_id: str) -> Stage:
-        """The stage of a block."""
         known = list(self._by_block)
         require(block_id in known, f"Unknown Block '{block_id}' list of expected Blocks: {known}")
         return self._by_block[block_id]

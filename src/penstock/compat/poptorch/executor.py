@@ -12,7 +12,6 @@ A call has ``deviceIterations × gradientAccumulation`` turns; in each, every re
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,8 +31,6 @@ from penstock.compat.poptorch.blocks import device_of_ipu, plan_stages
 from penstock.compat.poptorch.options import Options
 
 __all__ = ["PoplarExecutor", "identity_loss", "inferenceModel", "load", "recomputationCheckpoint", "trainingModel"]
-
-logger = logging.getLogger("penstock.compat.poptorch")
 
 _IPU_ONLY = ("cycleCount", "getHostIpuLatency", "getIpuHostLatency", "getPerfCounters", "loadExecutable", "rng_state")
 
@@ -84,8 +81,6 @@ class PoplarExecutor:
                 f"model has already been wrapped in 'poptorch.{model._kind}'. Call model.destroy() on the model to "
                 "unwrap before wrapping again."
             )
-        if not isinstance(model, nn.Module):
-            raise Error(f"a model is a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(options, Options | None):
             raise Error("Invalid type: 'options' must be of type poptorch.Options")
         self.options = options or Options()
@@ -97,7 +92,18 @@ class PoplarExecutor:
                 "Gradient accumulation must be left to its default value (1) for inference: "
                 "options.clone().Training.gradientAccumulation(1)"
             )
-        self._outputs = OutputCollector(self.options, training=training)
+        mode = self.options.output_mode
+        if mode == OutputMode.Default:
+            mode = OutputMode.Final if training else OutputMode.All
+        turns = self.options.device_iterations * self.options.Training.gradient_accumulation
+        self._sums = mode == OutputMode.Sum
+        self._period = {OutputMode.Final: turns, OutputMode.EveryN: self.options.output_return_period}.get(mode, 1)
+        if self._period > turns:
+            raise Error(
+                f"OutputMode.EveryN returns the output of every {self._period}th micro-batch, but a call has "
+                f"{turns}: choose an output_return_period of at most that"
+            )
+        self._outputs: list[Any] = []  # of the micro-batches of this call; None where it is not returned
         self.model = model
         self._modes: dict[str, bool] = {path: module.training for path, module in model.named_modules()}
         self._pipe: ps.Pipeline | None = None
@@ -108,14 +114,12 @@ class PoplarExecutor:
         if training:
             self.setOptimizer(optimizer or optim.SGD(model.parameters(), lr=0.01))
 
-    # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on ``micro-batch × gradientAccumulation × deviceIterations × replicationFactor`` samples."""
         first = self._pipe is None
         self.compile(*args, **kwargs)
         assert self._pipe is not None
-        self._outputs.reset()
+        self._outputs.clear()
         inputs = args if not kwargs else kwargs if not args else hooks.bind_arguments(self.model, args, kwargs)
         directory = self.options.profile_dir
         with self._module_modes():
@@ -127,11 +131,11 @@ class PoplarExecutor:
                 Path(directory).mkdir(parents=True, exist_ok=True)
                 name = "training" if self._training else "inference"
                 profile.export_chrome_trace(str(Path(directory) / f"{name}.json"))
-        return self._outputs.result()
+        return self._join_outputs()
 
     def _run(self, pipe: ps.Pipeline, inputs: Any) -> None:
         if not self._training:
-            self._seconds = [pipe.evaluate(inputs, outputs=self._outputs).seconds]
+            self._seconds = [pipe.evaluate(inputs, outputs=self._collect).seconds]
             return
         iterations: int = self.options.device_iterations
         leaves, spec = hooks.tree_flatten(inputs)
@@ -146,33 +150,50 @@ class PoplarExecutor:
 
     def _update(self, pipe: ps.Pipeline) -> None:
         """Update the parameters after a step, and clear the gradients."""
-        if self._scaler is not None:
-            self._scaler.unscale_(self._optimizer)
+        optimizer, scaler = self._optimizer, self._scaler
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         elif pipe.loss_scale != 1.0:
             for parameter in pipe.parameters():
                 if parameter.grad is not None:
                     parameter.grad.div_(pipe.loss_scale)
-        max_norm = getattr(self._optimizer, "max_grad_norm", None)
-        if max_norm is not None:
-            pipe.clip_grad_norm_(max_norm)
-        if self._scaler is None:
-            self._optimizer.step()
+        if getattr(optimizer, "max_grad_norm", None) is not None:
+            pipe.clip_grad_norm_(optimizer.max_grad_norm)
+        if scaler is None:
+            optimizer.step()
         else:
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
+            scaler.step(optimizer)
+            scaler.update()
         pipe.align_ties()
         pipe.zero_grad()
 
+    def _collect(self, so_far: None, output: Any) -> None:
+        turn = len(self._outputs) // self.options.replication_factor
+        self._outputs.append(None if (turn + 1) % self._period else hooks.tree_flatten(output))
+
+    def _join_outputs(self) -> Any:
+        """The outputs that the call returns, on the host."""
+        kept = [output for output in self._outputs if output is not None]
+        self._outputs.clear()
+        (rows, specs), replicas = zip(*kept, strict=True), self.options.replication_factor
+        if any(spec != specs[0] for spec in specs):
+            raise Error("the model returned outputs of different structures: they cannot be joined")
+        leaves: list[Any] = []
+        for column in zip(*rows, strict=True):
+            leaf = column[-1]
+            if isinstance(leaf, Tensor):
+                parts = [sum(column[r::replicas]) for r in range(replicas)] if self._sums else list(column)
+                if leaf.dim():
+                    leaf = torch.cat(parts)
+                else:  # scalars become a vector, unless there is just one
+                    leaf = torch.stack(parts) if len(parts) > 1 else parts[0].clone()
+                leaf = leaf.cpu()
+                leaf.backward = _refuse_backward
+            leaves.append(leaf)
+        return hooks.tree_unflatten(leaves, specs[0])
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Build the pipeline for calls like this one, without running it."""
-        self._check_samples(args, kwargs)
-        if self._pipe is None:
-            with self._module_modes():
-                self._pipe = self._build(args, kwargs)
-            logger.debug("%s: %r\n%s", self._kind, self._pipe, self._pipe.plan)
-        self.copyWeightsToDevice()  # another wrapper of the same modules may have moved them
-
-    def _check_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._destroyed:
             raise Error("this model was destroyed: wrap it again")
         options = self.options
@@ -189,6 +210,10 @@ class PoplarExecutor:
                 f"Options.Training.gradientAccumulation({counts[2]}) = {parts} because it is used to calculate the "
                 "batch size which will be executed on the device in any given iteration.",
             )
+        if self._pipe is None:
+            with self._module_modes():
+                self._pipe = self._build(args, kwargs)
+        self.copyWeightsToDevice()  # another wrapper of the same modules may have moved them
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ps.Pipeline:
         options, strategy = self.options, self.options.execution_strategy
@@ -216,7 +241,7 @@ class PoplarExecutor:
             schedule=strategy.schedule,
             devices=[device_of_ipu(ipu) for ipu in ipus],
             reduction="mean" if mean else "sum",
-            outputs=self._outputs,
+            outputs=self._collect,
             seed=options.random_seed,
             recompute="always" if options._Popart.toDict().get("autoRecomputation") else "never",
             accumulate="fp32" if wide and half else None,
@@ -262,8 +287,6 @@ class PoplarExecutor:
             pipe.offload_optimizer(optimizer)
             if wrapped is not None:
                 optimizer.step.__func__._wrapped_by_lr_sched = optimizer._opt_called = True
-
-    # ── modes, weights, devices ──────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
     def _module_modes(self) -> Iterator[None]:
@@ -321,7 +344,7 @@ class PoplarExecutor:
         self.copyWeightsToHost()
 
     def isAttachedToDevice(self) -> bool:
-        return self._attached and not self._destroyed
+        return self._attached
 
     def destroy(self) -> None:
         """Close the pipeline. The weights are on the CPU; the model can be used and wrapped again."""
@@ -336,8 +359,6 @@ class PoplarExecutor:
     def __exit__(self, *error: object) -> None:
         self.destroy()
 
-    # ── files and measurements ───────────────────────────────────────────────────────────────────────────────
-
     def save(self, filename: str) -> None:
         """Write the model, its options and its optimizer to a file, for ``poptorch.load``."""
         self.copyWeightsToHost()
@@ -345,7 +366,6 @@ class PoplarExecutor:
         torch.save({**content, "optimizer": self._optimizer}, filename)
 
     def compileAndExport(self, filename: str, *args: Any, **kwargs: Any) -> None:
-        """``compile`` and ``save``."""
         self.compile(*args, **kwargs)
         self.save(filename)
 
@@ -363,9 +383,6 @@ class PoplarExecutor:
         if name in _IPU_ONLY:
             raise Error(f"{name} needs an IPU, and there is none")
         return getattr(self.model, name)
-
-    def __repr__(self) -> str:
-        return f"poptorch.{self._kind}({self.model!r})"
 
 
 # ── the loss ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -390,10 +407,8 @@ def identity_loss(x: Tensor, reduction: str | int) -> Tensor:
 def find_loss(output: Any) -> Tensor:
     """The loss in a model's output: the tensor that ``identity_loss`` marked, or the only scalar with a gradient."""
     tensors = [leaf for leaf in hooks.tree_flatten(output)[0] if isinstance(leaf, Tensor)]
-    trainable = [leaf for leaf in tensors if leaf.requires_grad]
     marked = [leaf for leaf in tensors if hasattr(leaf, _MARK)]
-    scalars = [leaf for leaf in trainable if leaf.dim() == 0]
-    found = marked or scalars or [leaf for leaf in trainable if leaf.numel() == 1]
+    found = marked or [leaf for leaf in tensors if leaf.requires_grad and leaf.dim() == 0]
     if not found:
         raise Error(
             "Couldn't find a loss in graph: a training model's forward must return its loss, one number that depends "
@@ -411,65 +426,6 @@ def recomputationCheckpoint(*tensors: Tensor) -> Any:
     """Save these values instead of recomputing them, where the forward is recomputed (``penstock.keep``)."""
     kept = [ps.keep(tensor) for tensor in tensors]
     return kept[0] if len(kept) == 1 else tuple(kept)
-
-
-# ── outputs ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class OutputCollector:
-    """Takes the outputs of a call's micro-batches in order. As a pipeline's ``outputs`` it is called with each."""
-
-    def __init__(self, options: Options, *, training: bool) -> None:
-        mode = options.output_mode
-        if mode == OutputMode.Default:
-            mode = OutputMode.Final if training else OutputMode.All
-        self.sums = mode == OutputMode.Sum
-        self.replicas: int = options.replication_factor
-        turns = options.device_iterations * options.Training.gradient_accumulation
-        self.period = {OutputMode.Final: turns, OutputMode.EveryN: options.output_return_period}.get(mode, 1)
-        if self.period > turns:
-            raise Error(
-                f"OutputMode.EveryN returns the output of every {self.period}th micro-batch, but a call has "
-                f"{turns}: choose an output_return_period of at most that"
-            )
-        self.reset()
-
-    def reset(self) -> None:
-        self.count = 0
-        self.spec: Any = None
-        self.rows: list[list[Any]] = []  # the leaves of each output that is kept
-
-    def __call__(self, so_far: None, output: Any) -> None:
-        turn, replica = divmod(self.count, self.replicas)
-        self.count += 1
-        if (turn + 1) % self.period:
-            return
-        leaves, spec = hooks.tree_flatten(output)
-        if self.rows and spec != self.spec:
-            raise Error("the model returned outputs of another structure than before: they cannot be joined")
-        self.spec = spec
-        if self.sums and turn:
-            pairs = zip(self.rows[replica], leaves, strict=True)
-            self.rows[replica] = [before + new if isinstance(new, Tensor) else new for before, new in pairs]
-        else:
-            self.rows.append(leaves)
-
-    def result(self) -> Any:
-        """The outputs that the call returns, on the host."""
-        leaves = []
-        for column in zip(*self.rows, strict=True):
-            leaf = column[-1]
-            if isinstance(leaf, Tensor):  # scalars become a vector, unless there is just one
-                if leaf.dim():
-                    leaf = torch.cat(list(column))
-                else:
-                    leaf = torch.stack(list(column)) if len(column) > 1 else leaf.clone()
-                leaf = leaf.cpu()
-                leaf.backward = _refuse_backward  # type: ignore[method-assign]
-            leaves.append(leaf)
-        result = hooks.tree_unflatten(leaves, self.spec)
-        self.reset()
-        return result
 
 
 def _refuse_backward(*args: Any, **kwargs: Any) -> None:

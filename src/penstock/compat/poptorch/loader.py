@@ -92,7 +92,6 @@ class AsynchronousDataAccessor:
         self._depth = positive("buffer_size", buffer_size)
         self._lock = threading.Lock()
         self._last: weakref.ref[hooks.Prefetcher[Any]] | None = None
-        self._thread: threading.Thread | None = None
         self._preloaded = self._start() if early_preload else None
 
     def __len__(self) -> int:
@@ -108,13 +107,13 @@ class AsynchronousDataAccessor:
         last = None if self._last is None else self._last()
         if last is not None:
             last.stop()
-        if self._thread is not None:
-            self._thread.join()
+        with self._lock:  # until the thread has loaded its batch
+            pass
 
     def _start(self) -> hooks.Prefetcher[Any]:
         self.terminate()  # torch's workers serve one iteration at a time
         source = self._dataset
         batches = data.DataLoader.__iter__(source) if isinstance(source, DataLoader) else iter(source)
         iterator = hooks.Prefetcher(batches, self._depth, self._lock, None)
-        self._last, self._thread = weakref.ref(iterator), iterator.thread
+        self._last = weakref.ref(iterator)
         return iterator

@@ -48,7 +48,7 @@ class Optimizer:
         if extras.get("bias_correction") is False and not isinstance(self, LAMB):
             raise Error(f"{type(self).__name__}(bias_correction=False) is not supported: torch corrects the moments")
         extras["loss_scaling"] = extras["loss_scaling"] or 1.0
-        self.__dict__.update(extras, _extras=names, variable_attrs=VariableAttributes({*groups[0], *names}))
+        self.__dict__.update(extras, _extras=names, variable_attrs=VariableAttributes())
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
@@ -58,16 +58,13 @@ class Optimizer:
 class VariableAttributes:
     """``optimizer.variable_attrs``: the marks are kept. All settings may be changed by ``setOptimizer``."""
 
-    def __init__(self, names: set[str]) -> None:
-        self._names = names
+    def __init__(self) -> None:
         self._constant: set[str] = set()
 
     def isConstant(self, attr: str) -> bool:
         return attr in self._constant
 
     def markAsConstant(self, attr: str) -> None:
-        if attr not in self._names:
-            raise Error(f"the optimizer has no attribute {attr!r}: it has {', '.join(sorted(self._names))}")
         self._constant.add(attr)
 
     def markAsVariable(self, attr: str) -> None:
@@ -98,19 +95,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
     _added = "use_tf_variant" + _MOMENT_TYPES
 
 
-class _Lamb(torch.optim.Optimizer):
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-
-class LAMB(Optimizer, _Lamb):
+class LAMB(Optimizer, torch.optim.Adam):
     """Layer-wise adaptive moments (You et al., "Large Batch Optimization for Deep Learning", 2019).
 
     Adam's direction, scaled for each parameter to the parameter's norm, clamped to ``max_weight_norm``.

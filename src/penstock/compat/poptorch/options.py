@@ -24,9 +24,6 @@ __all__ = ["Options", "TensorLocationSettings"]
 _warned: set[str] = set()
 
 
-# ── checks of values ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class TensorLocationSettings:
     """Where tensors are stored: ``TensorLocationSettings().useOnChipStorage(False)`` means in host memory.
 
@@ -73,20 +70,15 @@ def _seed(name: str, value: Any) -> Any:
     return value
 
 
-# ── the settings ─────────────────────────────────────────────────────────────────────────────────────────────────
-
 _UNSET = object()
 
 
 class Settings(NamedTuple):
-    """The settings of a group."""
+    """The settings of a group: those with an effect, those without, and unsupported ones with a remedy."""
 
-    values: dict[str, tuple[str, Any, Callable[..., Any]]] = {}  # noqa: RUF012
-    """Name and default of a setting's value, and the function that checks it."""
+    values: dict[str, tuple[str, Any, Callable[..., Any]]] = {}  # noqa: RUF012  # name, default and check of the value
     ignored: str = ""
-    """Settings that have no effect here."""
     refused: dict[str, str] = {}  # noqa: RUF012
-    """Settings that would change results, and are not supported, with a remedy."""
 
 
 _reduction = "accumulation_and_replication_reduction_type"

@@ -20,6 +20,13 @@ _helper = "CallableModule flat_and_partition flatten_model partition_balanced pa
 _schedule = "forward_backward forward_eval"
 _topology = "is_using_pp test_comm torch_parallel_context tpc"
 
+_pipeline = {
+    "": f"{_clip} {_helper} {_schedule}",
+    ".clip_grad_parallel": _clip,
+    ".pipeline_helper": _helper,
+    ".pipeline_sched": _schedule,
+}
+
 publish(
     __name__,
     globals(),
@@ -32,13 +39,7 @@ publish(
         "dist.model_parallel_ckpt": "get_mp_ckpt_suffix",
         "dist.node_group": "setup_node_groups",
         "dist.process_topo": f"ProcessTopology {_topology}",
-        "parallel": f"{_clip} {_helper} {_schedule}",
-        "parallel.clip_grad_parallel": _clip,
-        "parallel.pipeline_helper": _helper,
-        "parallel.pipeline_sched": _schedule,
-        "parallel.pipeline_parallel": f"{_clip} {_helper} {_schedule}",
-        "parallel.pipeline_parallel.clip_grad_parallel": _clip,
-        "parallel.pipeline_parallel.pipeline_helper": _helper,
-        "parallel.pipeline_parallel.pipeline_sched": _schedule,
+        **{f"parallel{path}": names for path, names in _pipeline.items()},
+        **{f"parallel.pipeline_parallel{path}": names for path, names in _pipeline.items()},
     },
 )

@@ -23,9 +23,6 @@ from penstock.compat.torchdistpackage.topology import tpc
 __all__ = ["NaiveDDP", "NativeScalerPP", "clip_grad_norm_", "defer_reduction"]
 
 
-# ── replicas ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class NaiveDDP(nn.Module):
     """Broadcasts a module's parameters and reduces its gradients over ``process_group``.
 
@@ -46,17 +43,11 @@ class NaiveDDP(nn.Module):
         super().__init__()
         if reduce_op.lower() not in ("avg", "sum"):
             raise ValueError(f"reduce_op must be 'avg' or 'sum', got {reduce_op!r}")
-        if num_grad_acc_iter < 1:
-            raise ValueError(f"num_grad_acc_iter must be 1 at least, got {num_grad_acc_iter}")
-        self.module = module
-        if process_group is None and not tpc.is_mode_inited("global"):
-            process_group = dist.group.WORLD
-            assert process_group is not None, "torch.distributed is not initialized"
-        elif process_group is None and tpc.is_mode_inited("data"):
-            process_group = tpc.get_group("data")
-        self.process_group = process_group
-        self.mean = reduce_op.lower() == "avg"
-        self.num_grad_acc_iter = num_grad_acc_iter
+        if process_group is None:
+            process_group = tpc.get_group("data") if tpc.is_mode_inited("data") else None
+            process_group = process_group if tpc.is_mode_inited("global") else dist.group.WORLD
+        self.module, self.process_group = module, process_group
+        self.mean, self.num_grad_acc_iter = reduce_op.lower() == "avg", num_grad_acc_iter
         self.require_backward_grad_sync = True
         self._backwards = 0  # since the last reduction
         self._in_backward = False
@@ -70,15 +61,6 @@ class NaiveDDP(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards in this context are neither counted nor reduced."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
 
     def reduce_gradients(self) -> None:
         """Does nothing: gradients that are complete have been reduced already."""
@@ -160,9 +142,6 @@ def _reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, mea
             grad.copy_(part.view_as(grad))
 
 
-# ── clipping ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -223,10 +202,7 @@ def _shared_over_tensor_ranks(parameters: Sequence[Any]) -> set[int]:
     return shared
 
 
-# ── loss scale ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class NativeScalerPP:
+class NativeScalerPP(ps.GradScaler):
     """A float16 loss scale that all ranks of the world share: all of them step, or none.
 
     scaler = NativeScalerPP()
@@ -235,13 +211,11 @@ class NativeScalerPP:
     """
 
     state_dict_key = "amp_scaler"
-    loss_scale = 1.0  # set by GradScaler
+    loss_scale = 1.0  # set by GradScaler, whose pipeline this is
 
     def __init__(self, **options: Any) -> None:
         """``options`` are those of ``penstock.GradScaler``. Every rank of the world creates one."""
-        self._scaler = ps.GradScaler(self, **options)
-        self.scale = self._scaler.scale
-        self.state_dict, self.load_state_dict = self._scaler.state_dict, self._scaler.load_state_dict
+        super().__init__(self, **options)
 
     def max_over_ranks(self, number: float) -> float:
         """The largest number of all ranks; ``GradScaler`` calls it."""
@@ -252,7 +226,7 @@ class NativeScalerPP:
     def bwd_fn(self, output: Any, grad: Any) -> None:
         """The backward of ``forward_backward`` with a scaled loss."""
         if grad is None:
-            self._scaler.scale(output).backward()
+            self.scale(output).backward()
             return
         pairs = [(output, grad)] if isinstance(output, Tensor) else list(zip(output, grad, strict=True))
         tensors = [tensor for tensor, its in pairs if its is not None]
@@ -272,14 +246,14 @@ class NativeScalerPP:
         A loss with a graph is scaled and gets its backward first. Without ``need_update`` that is all.
         """
         if isinstance(loss, Tensor) and loss.requires_grad:
-            self._scaler.scale(loss).backward(create_graph=create_graph)
+            self.scale(loss).backward(create_graph=create_graph)
         if not need_update:
             return None
         norm = None
         if clip_grad is not None:
             assert parameters is not None, "clip_grad needs the parameters"
-            self._scaler.unscale_(optimizer)
+            self.unscale_(optimizer)
             norm = clip_grad_norm_(parameters, clip_grad)
-        self._scaler.step(optimizer)
-        self._scaler.update()
+        self.step(optimizer)
+        self.update()
         return norm

@@ -54,9 +54,23 @@ def forward_backward(
         optimizer.zero_grad()
     own = [*inputs] if isinstance(inputs, (list, tuple)) else [] if inputs is None else [inputs]
     if tpc.pipeline is None:
-        tpc.pipeline = FunctionPipeline(tpc.get_ranks_in_group("pipe"), tpc.device, tpc.get_group("pipe"))
+        _build_pipeline()
+    pipeline, stage = tpc.pipeline, tpc.stage
     with nullcontext() if forward_only else defer_reduction(num_microbatches), unwrap_local_errors():
-        return tpc.pipeline.run(fwd_fn, bwd_fn, own, num_microbatches, training=not forward_only)
+        try:
+            pipeline.max_over_ranks(0.0)  # a rank that failed, or is gone, is reported here
+            count = _agree_on_count(own, num_microbatches, not forward_only)
+            rows = [[_map_tensors(value, partial(_part, count=count, index=k)) for value in own] for k in range(count)]
+            stage.begin(fwd_fn, bwd_fn, rows)
+            (pipeline.evaluate if forward_only else pipeline.step)(torch.empty(count, 0) if stage.first else None)
+            return stage.last_output
+        except ps.PlanError:  # nothing has begun
+            raise
+        except BaseException:
+            tpc.close_pipeline()  # the next call builds a new one
+            raise
+        finally:
+            stage.begin(None, None, ())
 
 
 def forward_eval(fwd_fn: Forward, inputs: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -64,65 +78,41 @@ def forward_eval(fwd_fn: Forward, inputs: Any, dtype: torch.dtype = torch.bfloat
     return forward_backward(None, fwd_fn, None, inputs, num_microbatches=1, forward_only=True, dtype=dtype)
 
 
-# ── the pipeline ─────────────────────────────────────────────────────────────────────────────────────────────────
+def _build_pipeline() -> None:
+    """Create a pipeline whose stages call functions that each rank has for itself."""
+    ranks = tpc.get_ranks_in_group("pipe")
+    stages = [FunctionStage(first=s == 0, last=s == len(ranks) - 1) for s in range(len(ranks))]
+    tpc.stage = stages[tpc.get_group_rank("pipe")]
+    tpc.pipeline = ps.Pipeline(
+        ps.split(nn.Sequential(*stages), balance=[1] * len(stages)),
+        lambda loss: [*loss] if isinstance(loss, tuple) else loss,  # a tuple would mean a sum and a count
+        microbatch_size=1,  # the pipeline's input has one row per micro-batch
+        schedule="1f1b",
+        mesh=ps.Mesh(data=1, pipe=len(ranks), tensor=1, group=ranks, device=tpc.device),
+        reduction="sum",
+        outputs=None,
+        dynamic=True,
+    )
 
 
-class FunctionPipeline:
-    """A ``penstock.Pipeline`` whose stages call functions that each rank has for itself."""
-
-    def __init__(self, ranks: Sequence[int], device: torch.device, group: dist.ProcessGroup) -> None:
-        self.ranks, self.group = ranks, group
-        stages = [FunctionStage(first=s == 0, last=s == len(ranks) - 1) for s in range(len(ranks))]
-        self.stage = stages[ranks.index(dist.get_rank())]
-        self.pipeline = ps.Pipeline(
-            ps.split(nn.Sequential(*stages), balance=[1] * len(stages)),
-            lambda loss: [*loss] if isinstance(loss, tuple) else loss,  # a tuple would mean a sum and a count
-            microbatch_size=1,  # the pipeline's input has one row per micro-batch
-            schedule="1f1b",
-            mesh=ps.Mesh(data=1, pipe=len(ranks), tensor=1, group=list(ranks), device=device),
-            reduction="sum",
-            outputs=None,
-            dynamic=True,
+def _agree_on_count(own: Sequence[Any], microbatches: int, training: bool) -> int:
+    """The number of micro-batches; raises the same error on all ranks if their mini-batches do not fit together."""
+    leaves = [leaf for value in own for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor) and leaf.dim()]
+    calls: list[Any] = [None] * tpc.get_group_size("pipe")
+    dist.all_gather_object(calls, (training, microbatches, [len(leaf) for leaf in leaves]), tpc.get_group("pipe"))
+    samples = {number for _, _, numbers in calls for number in numbers}
+    count: int = min([microbatches, *samples])
+    uneven = len(samples) > 1 and any(number % microbatches for number in samples)
+    if uneven or count < 1 or len({call[:2] for call in calls}) > 1:
+        listed = (
+            f"rank {rank}: {count} micro-batches of {numbers} samples, {'training' if trains else 'forward only'}"
+            for rank, (trains, count, numbers) in zip(tpc.get_ranks_in_group("pipe"), calls, strict=True)
         )
-        self.close = self.pipeline.close
-
-    def run(
-        self, fwd_fn: Forward, bwd_fn: Backward | None, own: Sequence[Any], microbatches: int, *, training: bool
-    ) -> Any:
-        try:
-            self.pipeline.max_over_ranks(0.0)  # a rank that failed, or is gone, is reported here
-            count = self._agree_on_count(own, microbatches, training)
-            rows = [[_map_tensors(value, partial(_part, count=count, index=k)) for value in own] for k in range(count)]
-            self.stage.begin(fwd_fn, bwd_fn, rows)
-            inputs = torch.empty(count, 0) if self.stage.first else None
-            (self.pipeline.step if training else self.pipeline.evaluate)(inputs)
-            return self.stage.last_output
-        except ps.PlanError:  # nothing has begun
-            raise
-        except BaseException:
-            tpc.close_pipeline()  # the next call builds a new one
-            raise
-        finally:
-            self.stage.begin(None, None, ())
-
-    def _agree_on_count(self, own: Sequence[Any], microbatches: int, training: bool) -> int:
-        """The number of micro-batches; raises the same error on all ranks if their mini-batches do not fit together."""
-        leaves = [leaf for value in own for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor) and leaf.dim()]
-        calls: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(calls, (training, microbatches, [len(leaf) for leaf in leaves]), self.group)
-        samples = {number for _, _, numbers in calls for number in numbers}
-        count: int = min([microbatches, *samples])
-        uneven = len(samples) > 1 and any(number % microbatches for number in samples)
-        if uneven or count < 1 or len({call[:2] for call in calls}) > 1:
-            listed = (
-                f"rank {rank}: {count} micro-batches of {numbers} samples, {'training' if trains else 'forward only'}"
-                for rank, (trains, count, numbers) in zip(self.ranks, calls, strict=True)
-            )
-            raise ps.PlanError(
-                f"the ranks' mini-batches do not fit together: {'; '.join(listed)}. Give all ranks the same number of "
-                "samples, or multiples of the number of micro-batches"
-            )
-        return count
+        raise ps.PlanError(
+            f"the ranks' mini-batches do not fit together: {'; '.join(listed)}. Give all ranks the same number of "
+            "samples, or multiples of the number of micro-batches"
+        )
+    return count
 
 
 class FunctionStage(nn.Module):
@@ -150,7 +140,7 @@ class FunctionStage(nn.Module):
             leaf.detach().requires_grad_(leaf.requires_grad) if apart and isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
-        value = tree_unflatten([_Entry.apply(x) if isinstance(x, Tensor) else x for x in inputs], spec)  # type: ignore[no-untyped-call]
+        value = tree_unflatten(inputs, spec)
         values = [*(value if isinstance(value, (tuple, list)) else [value]), *self.rows[current.index]]
         output = fwd_fn(values[0] if len(values) == 1 else values)
         if current.index == len(self.rows) - 1:
@@ -181,18 +171,6 @@ def _has_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-class _Entry(torch.autograd.Function):
-    """An identity. Its output has its own version counter, so that functions may change their inputs in place."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.data
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 class _Exit(torch.autograd.Function):
     """The outputs of a stage, and a backward by ``bwd_fn`` through the stage's own graph."""
 
@@ -219,9 +197,6 @@ def _part(leaf: Tensor, count: int, index: int) -> Tensor:
     return part if part.requires_grad else part.data
 
 
-# ── partitions ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 class CallableModule(nn.Module):
     """A function as a layer."""
 
@@ -242,7 +217,7 @@ def flatten_model(
     """
     entries: list[str | nn.Module] = []
     for layer in layer_list:
-        if not isinstance(layer, (str, nn.Module)) and not callable(layer):
+        if not isinstance(layer, str) and not callable(layer):
             raise NotImplementedError(f"a layer must be a name, a module or a function, got {layer!r}")
         entries.append(layer if isinstance(layer, (str, nn.Module)) else CallableModule(layer))
     layers = list(ps.flatten(model, entries, partial=True))
@@ -275,9 +250,6 @@ def flat_and_partition(sequential: nn.Module, flat_level: int = 1, partition_pol
         raise NotImplementedError(f"partition_policy must be 'uniform' or 'balanced', got {partition_policy!r}")
     layers = list(sequential.children())
     for _ in range(flat_level):
-        layers = [
-            child
-            for layer in layers
-            for child in (layer.children() if isinstance(layer, (nn.Sequential, nn.ModuleList)) else [layer])
-        ]
+        nested = [layer if isinstance(layer, (nn.Sequential, nn.ModuleList)) else [layer] for layer in layers]
+        layers = [child for children in nested for child in children]
     return nn.Sequential(*policies[partition_policy](layers))

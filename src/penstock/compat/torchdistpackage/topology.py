@@ -35,6 +35,7 @@ class ProcessTopology:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._device: torch.device | None = None
         self.pipeline: Any = None  # of this process's pipe group, created by forward_backward
+        self.stage: Any = None  # of this process
 
     def setup_process_groups(self, config: Sequence[tuple[str, int]]) -> None:
         """Create the groups of ``[("data", 4), ("pipe", 2), ("tensor", 2)]``, with any dimensions in any order.
@@ -43,11 +44,11 @@ class ProcessTopology:
         """
         sizes = dict(config)
         world, product = dist.get_world_size(), math.prod(sizes.values())
-        if len(sizes) < len(config) or {"model", "global"} & set(sizes):
-            raise ps.PlanError(f"{config}: name every dimension once; 'model' and 'global' are created automatically")
-        if product != world or any(size < 1 for size in sizes.values()):
-            grid_text = " × ".join(f"{name} {size}" for name, size in sizes.items())
-            raise ps.PlanError(f"{grid_text} needs {product} processes, but the world has {world}")
+        if product != world or len(sizes) < len(config) or {"model", "global"} & set(sizes):
+            raise ps.PlanError(
+                f"{config} needs {product} processes, but the world has {world}; name every dimension once, and none "
+                "'model' or 'global', which are created automatically"
+            )
         self.close_pipeline()
         self._ranks, self._groups = {}, {}
         grid = torch.arange(world).view(*sizes.values())
@@ -76,7 +77,6 @@ class ProcessTopology:
         return mode in self._groups
 
     def get_group(self, mode: str) -> dist.ProcessGroup:
-        """This process's group of a mode."""
         assert mode in self._groups, f"{mode} is not initialized!"
         return self._groups[mode]
 
@@ -102,7 +102,6 @@ class ProcessTopology:
         return self.get_group_rank(mode) == self.get_group_size(mode) - 1
 
     def is_first_group(self, mode: str) -> bool:
-        """Whether this process is in the first group of a mode."""
         return dist.get_rank() in self.all_ranks(mode)[0]
 
     def get_prev_global_rank(self, mode: str = "pipe") -> int:
@@ -151,7 +150,6 @@ tpc = torch_parallel_context = ProcessTopology()
 
 
 def is_using_pp() -> bool:
-    """Whether there are pipeline groups."""
     return tpc.is_mode_inited("pipe")
 
 

@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import combinations, islice
 from types import new_class
 from typing import Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
@@ -37,14 +37,13 @@ class GPipe(nn.Module):
     ``"except_last"`` or ``"never"``. ``deferred_batch_norm`` tracks running statistics per mini-batch.
     """
 
-    balance: list[int] = []  # noqa: RUF012
-    devices: list[torch.device] = []  # noqa: RUF012
     chunks: int = 1
     checkpoint: str = "except_last"
 
     # Texts that a subclass of another name replaces.
     _name = "GPipe"
     _balance_module = "torchgpipe.balance (torchgpipe_balancing in 0.0.2)"
+    _allows_duplicate_parameters = False
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class GPipe(nn.Module):
         if balance is None:
             raise ValueError(self._recommend("balance is required"))
         check_options(self.chunks, self.checkpoint)
-        self._verify(module)
+        (verify_children if self._allows_duplicate_parameters else verify_module)(module)
         verify_skippables(module)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
@@ -78,24 +77,18 @@ class GPipe(nn.Module):
         layers = iter(module.named_children())
         partitions = (nn.Sequential(OrderedDict(islice(layers, count))) for count in self.balance)
         self.partitions = nn.ModuleList(partitions)
-        self._verify_partitions()
+        _refuse_shared_globals(self.partitions)
+        for (one, here), (other, there) in combinations(zip(self.partitions, self.devices, strict=True), 2):
+            if here != there and set(one.parameters()) & set(other.parameters()):
+                raise ValueError("module with duplicate parameters on distinct devices is not supported")
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
         self._pipelines: dict[bool, tuple[tuple[int, str], ps.Pipeline]] = {}
 
-    def _verify(self, module: nn.Sequential) -> None:
-        verify_module(module)
-
-    def _verify_partitions(self) -> None:
-        _refuse_shared_globals(self.partitions)
-
     def _recommend(self, message: str) -> str:
-        path = self._balance_module.split(" ")[0]
         return f"""{message}
 
 A balance can be measured, see {self._balance_module}:
-
-  from {path} import balance_by_time
 
   balance = balance_by_time(partitions, model, sample)
   model = {self._name}(model, balance, ...)
@@ -216,9 +209,6 @@ def check(input: TensorOrTensors) -> None:
             raise TypeError(f"expected Tensor, but got {type(item).__name__}")
 
 
-# ── marks in autograd's graph ────────────────────────────────────────────────────────────────────────────────────
-
-
 class Checkpoint(torch.autograd.Function):
     """An identity. Programs count nodes of this name, one per recomputed micro-batch, in torchgpipe's graphs."""
 
@@ -232,15 +222,11 @@ class Checkpoint(torch.autograd.Function):
 
 
 def _mark_recomputed(output: TensorOrTensors, count: int) -> TensorOrTensors:
-    """The output, with ``count`` Checkpoint nodes in its graph."""
     items = [output] if isinstance(output, Tensor) else list(output)
     marked = next((i for i, item in enumerate(items) if isinstance(item, Tensor) and item.requires_grad), None)
     for _ in range(count if marked is not None else 0):
         items[marked] = Checkpoint.apply(items[marked])  # type: ignore[no-untyped-call, index]
     return items[0] if isinstance(output, Tensor) else tuple(items)
-
-
-# ── global variables between partitions ──────────────────────────────────────────────────────────────────────────
 
 
 def _refuse_shared_globals(partitions: Iterable[nn.Module]) -> None:
@@ -270,8 +256,6 @@ def _refuse_shared_globals(partitions: Iterable[nn.Module]) -> None:
                     "of another one. Pass it on with torchgpipe.skip: @skippable(stash=[…]), yield stash(…)"
                 )
 
-
-# ── current_microbatch ───────────────────────────────────────────────────────────────────────────────────────────
 
 _keys: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
 

@@ -24,8 +24,6 @@ from penstock import hooks
 
 __all__ = ["Varuna", "get_this_rank_config_varuna", "get_varuna_config"]
 
-# ── arguments ────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 def parse_stage_to_rank_map(stage_to_rank_map: str) -> dict[int, list[int]]:
     """The ranks of each stage in order: equally many for each, and each rank once."""
@@ -66,8 +64,6 @@ def positive(name: str, number: Any) -> int:
 
 def check_model(model: Any, fp16: bool) -> None:
     """Check that the model is on the CPU and, for ``fp16``, has float32 parameters."""
-    if not isinstance(model, nn.Module):
-        raise ps.PlanError(f"Varuna takes an nn.Module, got {type(model).__name__}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu":
             raise AssertionError(f"the model must be on the CPU, where it is cut, but {name} is on {tensor.device}")
@@ -83,9 +79,6 @@ def device_of(device: int | str | torch.device, local_rank: int = -1) -> torch.d
         return "cpu"
     number = device if device >= 0 else local_rank
     return f"cuda:{number}" if number >= 0 else "cuda"
-
-
-# ── the model ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Varuna(nn.Module):
@@ -145,7 +138,7 @@ class Varuna(nn.Module):
         self.device = mesh.device
         self.pipeline = ps.Pipeline(
             plan,
-            _find_loss,
+            lambda output: output[0] if isinstance(output, (tuple, list)) else hooks.find_loss(output),
             microbatches=-(-self.batch_size // chunk),
             microbatch_size=chunk,
             mesh=mesh,
@@ -158,8 +151,6 @@ class Varuna(nn.Module):
         # The scaler unscales all gradients of this rank, whatever parameters the program's optimizer has.
         own = list(self.pipeline.parameters())
         self._all_parameters = SGD(own, lr=0.0) if own else None
-
-    # ── training ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def set_optimizer(
         self,
@@ -230,8 +221,6 @@ class Varuna(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("Varuna has no forward alone: call step(inputs) to train, evaluate(inputs) to evaluate")
 
-    # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────
-
     def checkpoint(
         self, global_store: str | Path, step: int | None = None, tempdir: str | Path | None = None, shard: bool = False
     ) -> Future[None] | None:
@@ -243,16 +232,32 @@ class Varuna(nn.Module):
         step = self.iteration if step is None else step
         folder = Path(global_store) / f"varuna_ckpt_{step}"
         writers = [ranks[0] for ranks in self.stage_to_rank_map.values()]
-        states, groups = _save_optimizer(self._required_optimizer(), self._saved_names())
-        files: dict[str, Any] = {}
-        if self.rank in writers:
-            files = self._cuts.contents(self.pipeline.plan.groups[self.stage], self.pipeline.state_dict(), states)
-        if self.rank == writers[0]:
-            scaler = {} if self._scaler is None else self._scaler.state_dict()
-            common = {"step": step, "cuts": len(self._cuts.layers), "writers": writers}
-            files[COMMON] = {**common, "groups": groups, "scaler": scaler}
-        self._on_all_ranks(lambda: _begin(folder, self.rank == writers[0]), f"begin {folder}")
-        self._on_all_ranks(lambda: _write(folder, files, self.rank), f"write {folder}")
+        packed, state = self._required_optimizer().state_dict(), self.pipeline.state_dict()
+
+        def begin() -> None:
+            if self.rank == writers[0]:
+                shutil.rmtree(folder / "markers", ignore_errors=True)  # an earlier checkpoint of the same step
+                (folder / "markers").mkdir(parents=True)
+
+        def write() -> None:
+            if self.rank not in writers:
+                return
+            values = {self._cuts.saved_as[name]: tensor for name, tensor in state.items()}
+            states = {name: packed["state"][i] for i, name in self._numbered() if i in packed["state"]}
+            for cut in map(self._cuts.layers.index, self.pipeline.plan.groups[self.stage]):
+                names = [name for name in values if self._cuts.cut_of[name] == cut]
+                _save({name: values[name] for name in names}, folder / f"opt-fp32-params-{cut}")
+                _save({name: states[name] for name in names if name in states}, folder / f"opt-state-{cut}")
+            if self.rank == writers[0]:
+                skipped = ("params", "param_names")
+                groups = [{k: v for k, v in group.items() if k not in skipped} for group in packed["param_groups"]]
+                scaler = {} if self._scaler is None else self._scaler.state_dict()
+                common = {"step": step, "cuts": len(self._cuts.layers), "writers": writers}
+                _save({**common, "groups": groups, "scaler": scaler}, folder / "opt-common-state")
+            (folder / "markers" / f"complete_{self.rank}.txt").write_text("complete\n")
+
+        self._on_all_ranks(begin, f"begin {folder}")
+        self._on_all_ranks(write, f"write {folder}")
         if tempdir is None:
             return None
         done: Future[None] = Future()
@@ -266,22 +271,34 @@ class Varuna(nn.Module):
         """
         folder = Path(global_store) / f"varuna_ckpt_{iteration}"
         optimizer, names = self._required_optimizer(), list(self.pipeline.state_dict())
-        loaded = self._on_all_ranks(lambda: self._cuts.read(folder, names, check_complete), f"read {folder}")
-        self.pipeline.load_state_dict(loaded["state"])
+        read = self._on_all_ranks(lambda: self._cuts.read(folder, names, check_complete), f"read {folder}")
+        state, states, common = read
+        self.pipeline.load_state_dict(state)
         self.iteration = iteration
-        _load_optimizer(optimizer, self._saved_names(), loaded["optimizer"], loaded["groups"])
-        if self._scaler is not None and loaded["scaler"] and not self._constant_scale:
-            self._scaler.load_state_dict(loaded["scaler"])
+        packed = optimizer.state_dict()
+        if len(packed["param_groups"]) != len(common["groups"]):
+            raise ps.PlanError(
+                f"the optimizer has {len(packed['param_groups'])} groups of parameters, but the checkpoint's had "
+                f"{len(common['groups'])}: make the same groups on every rank, empty ones too"
+            )
+        for group, options in zip(packed["param_groups"], common["groups"], strict=True):
+            group.update(options)
+        packed["state"] = {i: states[name] for i, name in self._numbered() if name in states}
+        optimizer.load_state_dict(packed)
+        if self._scaler is not None and common["scaler"] and not self._constant_scale:
+            self._scaler.load_state_dict(common["scaler"])
 
     def _required_optimizer(self) -> Optimizer:
         if self.optimizer is None:
             raise ps.PlanError("a checkpoint has the optimizer's state: call set_optimizer(optimizer) before")
         return self.optimizer
 
-    def _saved_names(self) -> dict[int, str]:
-        """The names under which this rank's parameters are saved, by id."""
-        saved_as = self._cuts.saved_as
-        return {id(p): saved_as[name] for name, p in self.pipeline.named_parameters() if name in saved_as}
+    def _numbered(self) -> list[tuple[int, str]]:
+        """The names under which the optimizer's parameters are saved, with their numbers in its ``state_dict``."""
+        names = {id(parameter): self._cuts.saved_as.get(name) for name, parameter in self.pipeline.named_parameters()}
+        groups = self._required_optimizer().param_groups
+        saved = [names.get(id(parameter)) for group in groups for parameter in group["params"]]
+        return [(i, name) for i, name in enumerate(saved) if name is not None]
 
     def _on_all_ranks(self, work: Callable[[], Any], purpose: str) -> Any:
         """The result of ``work``; where it fails on any rank, raise an error on all."""
@@ -294,8 +311,6 @@ class Varuna(nn.Module):
         if self.pipeline.max_over_ranks(float(failure is not None)):
             raise failure or ps.PipelineError(f"another rank could not {purpose}: see its error")
         return result
-
-    # ── as a module ──────────────────────────────────────────────────────────────────────────────────────────
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -339,16 +354,7 @@ def _arguments(inputs: Any) -> dict[str, Any]:
     return arguments
 
 
-def _find_loss(output: Any) -> Any:
-    """The loss in the model's output: the first item of a tuple, the entry or attribute ``loss``, or the output."""
-    if isinstance(output, (tuple, list)) and output:
-        return output[0]
-    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-
-
 # ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-COMMON = "opt-common-state"
 
 
 class Cuts:
@@ -377,33 +383,15 @@ class Cuts:
             one = min((self.saved_as[name] for name in tie.names), key=self.cut_of.__getitem__)
             self.saved_as.update(dict.fromkeys(tie.names, one))
 
-    def contents(
-        self, layers: Iterable[str], state: Mapping[str, Tensor], optimizer_states: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """The files of these layers."""
-        unknown = [name for name in state if name not in self.saved_as]
-        if unknown:
-            raise ps.PlanError(f"{unknown[0]} is neither a parameter nor a buffer of any cut: it cannot be saved")
-        values: dict[str, Tensor] = {}
-        for name, tensor in state.items():
-            values.setdefault(self.saved_as[name], tensor)
-        files: dict[str, Any] = {}
-        for cut in map(self.layers.index, layers):
-            names = [name for name in values if self.cut_of[name] == cut]
-            files[f"opt-fp32-params-{cut}"] = _plain({name: values[name] for name in names})
-            files[f"opt-state-{cut}"] = {n: optimizer_states[n] for n in names if n in optimizer_states}
-        return files
-
-    def read(self, folder: Path, wanted: Iterable[str], check_complete: bool) -> dict[str, Any]:
-        """The common state of a checkpoint of any depth, with the tensors named ``wanted`` as ``"state"``.
-
-        ``"optimizer"`` has the optimizer's state of these tensors, by the names under which they are saved.
-        """
+    def read(
+        self, folder: Path, wanted: Iterable[str], check_complete: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+        """The tensors named ``wanted``, optimizer states by the names under which they are saved, the common state."""
         if not folder.is_dir():
             there = sorted(path.name for path in folder.parent.glob("varuna_ckpt_*"))
             raise ps.PlanError(f"{folder.parent} has no checkpoint {folder.name}: there are {there}")
-        common: dict[str, Any] = _load(folder / COMMON)
-        missing = [rank for rank in common["writers"] if not _marker(folder, rank).exists()]
+        common: dict[str, Any] = _load(folder / "opt-common-state")
+        missing = [rank for rank in common["writers"] if not (folder / "markers" / f"complete_{rank}.txt").exists()]
         if check_complete and missing:
             raise ps.PipelineError(
                 f"the checkpoint {folder} is not complete: ranks {missing} have not written all of their part. Take an "
@@ -423,26 +411,7 @@ class Cuts:
         lacking = [name for name in saved.values() if name not in values]
         if lacking:
             raise ps.PlanError(f"the checkpoint {folder} has no {lacking[0]}: it is of another model")
-        return {**common, "state": {name: values[one] for name, one in saved.items()}, "optimizer": states}
-
-
-def _marker(folder: Path, rank: int) -> Path:
-    return folder / "markers" / f"complete_{rank}.txt"
-
-
-def _begin(folder: Path, first: bool) -> None:
-    """On the first rank, invalidate an earlier checkpoint of the same step."""
-    if first:
-        shutil.rmtree(folder / "markers", ignore_errors=True)
-        (folder / "markers").mkdir(parents=True)
-
-
-def _write(folder: Path, contents: Mapping[str, Any], rank: int) -> None:
-    """Write files, then this rank's marker."""
-    for name, content in contents.items():
-        torch.save(content, folder / name)
-    if contents:
-        _marker(folder, rank).write_text("complete\n")
+        return {name: values[one] for name, one in saved.items()}, states, common
 
 
 def _load(file: Path) -> Any:
@@ -452,37 +421,9 @@ def _load(file: Path) -> Any:
         raise ps.PipelineError(f"{file} cannot be read, take an earlier checkpoint: {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    """Tensors on the host, NumPy numbers as Python's: the latter would not be loaded with ``weights_only``."""
+def _save(value: Any, file: Path) -> None:
+    """Save tensors as on the host, NumPy numbers as Python's: the latter would not be loaded with ``weights_only``."""
     leaves, spec = hooks.tree_flatten(value)
     tensors = [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     plain = [leaf.item() if type(leaf).__module__ == "numpy" else leaf for leaf in tensors]
-    return hooks.tree_unflatten(plain, spec)
-
-
-def _save_optimizer(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, Any], Any]:
-    """The state of each parameter by its saved name (``names`` has it by id), and the options of the groups."""
-    packed = optimizer.state_dict()
-    states = {name: _plain(packed["state"][i]) for i, name in _numbered(optimizer, names) if i in packed["state"]}
-    skipped = ("params", "param_names")
-    return states, [_plain({k: v for k, v in group.items() if k not in skipped}) for group in packed["param_groups"]]
-
-
-def _load_optimizer(optimizer: Optimizer, names: Mapping[int, str], states: Mapping[str, Any], groups: Any) -> None:
-    """Load the saved state and options into an optimizer."""
-    packed = optimizer.state_dict()
-    if len(packed["param_groups"]) != len(groups):
-        raise ps.PlanError(
-            f"the optimizer has {len(packed['param_groups'])} groups of parameters, but the checkpoint's had "
-            f"{len(groups)}: make the same groups on every rank, empty ones too"
-        )
-    for group, options in zip(packed["param_groups"], groups, strict=True):
-        group.update(options)
-    packed["state"] = {i: states[name] for i, name in _numbered(optimizer, names) if name in states}
-    optimizer.load_state_dict(packed)
-
-
-def _numbered(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[int, str]]:
-    """The saved names of an optimizer's parameters with their numbers in its ``state_dict``."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [(i, names[id(parameter)]) for i, parameter in enumerate(parameters) if id(parameter) in names]
+    torch.save(hooks.tree_unflatten(plain, spec), file)

@@ -129,7 +129,6 @@ class Endpoint:
         return works
 
     def recv(self, buffers: Sequence[Callable[[], Tensor]], tag: int = 0) -> list[Any]:
-        """Post receives into new buffers."""
         recv, peer = self.group.recv, self.peer_in_group
         works: list[Any] = []
         try:
@@ -142,7 +141,6 @@ class Endpoint:
         return works
 
     def wait(self, works: list[Any]) -> None:
-        """Wait until the given sends or receives are complete."""
         start = perf_counter()
         try:
             for work, _ in works:

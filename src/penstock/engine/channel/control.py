@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -31,16 +32,16 @@ _OBJECT = -1  # in place of the length of a row
 _MAX_ROW = 6
 
 
+@dataclass
 class ControlChannel:
     """Sends to one rank of the pipeline, or gathers from all."""
 
-    def __init__(self, group: Group, ranks: Sequence[int], status: RankStatus) -> None:
-        self.group = group
-        self.wait_timer = WaitTimer()
-        self.ranks = ranks  # ranks[r] is the world rank of the pipeline's rank r
-        self.status = status
-        self.call = STEP  # the call that this rank is in
-        self._sending: list[Any] = []
+    group: Group
+    ranks: Sequence[int]  # ranks[r] is the world rank of the pipeline's rank r
+    status: RankStatus
+    wait_timer: WaitTimer = field(default_factory=WaitTimer)
+    call: int = STEP  # the call that this rank is in
+    _sending: list[Any] = field(default_factory=list)
 
     @contextmanager
     def in_call(self, call: int) -> Iterator[None]:
@@ -51,21 +52,31 @@ class ControlChannel:
         finally:
             self.call = before
 
-    def send_row(self, rank: int, row: Sequence[float]) -> None:
-        """Start sending numbers; ``wait_sends`` waits for completion."""
-        self._send_header(rank, len(row), row)
+    def send_row(self, rank: int, row: Sequence[float], kind: int | None = None) -> None:
+        """Start sending numbers; ``wait_sends`` waits for completion. ``kind`` is the length of the row by default."""
+        numbers = [self.call, len(row) if kind is None else kind, *row, *[0.0] * (_MAX_ROW - len(row))]
+        self._send_tensor(rank, torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
-    def recv_row(self, rank: int, length: int) -> list[float]:
-        return self._recv_header(rank, length)[:length]
+    def recv_row(self, rank: int, kind: int) -> list[float]:
+        numbers = torch.empty(2 + _MAX_ROW, dtype=torch.float64, device="cpu")
+        self._recv_tensor(rank, numbers)
+        call, sent_kind, *row = numbers.tolist()
+        if (call, sent_kind) != (self.call, kind):
+            own, peer = self.ranks[self.group.rank()], self.ranks[rank]
+            peer_call = "another one" if call == self.call else _CALLS[int(call)]
+            raise PlanError(
+                f"rank {own} is in {_CALLS[self.call]}, and rank {peer} in {peer_call}: all ranks must make the same "
+                "calls of a pipeline, in the same order"
+            )
+        return row if kind == _OBJECT else row[:kind]
 
     def send(self, rank: int, value: Any) -> None:
-        """Start sending an object."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self._send_header(rank, _OBJECT, [data.numel()])
+        self.send_row(rank, [data.numel()], _OBJECT)
         self._send_tensor(rank, data)
 
     def recv(self, rank: int) -> Any:
-        data = bytearray(int(self._recv_header(rank, _OBJECT)[0]))
+        data = bytearray(int(self.recv_row(rank, _OBJECT)[0]))
         self._recv_tensor(rank, torch.frombuffer(data, dtype=torch.uint8))
         return pickle.loads(data)
 
@@ -88,7 +99,6 @@ class ControlChannel:
         self.group = None
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
         own_rank = self.group.rank()
         others = [rank for rank in range(len(self.ranks)) if rank != own_rank]
         for rank in others:
@@ -96,23 +106,6 @@ class ControlChannel:
         values = {rank: self.recv(rank) for rank in others}
         self.wait_sends()
         return [values.get(rank, value) for rank in range(len(self.ranks))]
-
-    def _send_header(self, rank: int, kind: int, row: Sequence[float]) -> None:
-        numbers = [self.call, kind, *row, *[0.0] * (_MAX_ROW - len(row))]
-        self._send_tensor(rank, torch.tensor(numbers, dtype=torch.float64, device="cpu"))
-
-    def _recv_header(self, rank: int, kind: int) -> list[float]:
-        numbers = torch.empty(2 + _MAX_ROW, dtype=torch.float64, device="cpu")
-        self._recv_tensor(rank, numbers)
-        call, sent_kind, *row = numbers.tolist()
-        if (call, sent_kind) != (self.call, kind):
-            own, peer = self.ranks[self.group.rank()], self.ranks[rank]
-            peer_call = "another one" if call == self.call else _CALLS[int(call)]
-            raise PlanError(
-                f"rank {own} is in {_CALLS[self.call]}, and rank {peer} in {peer_call}: all ranks must make the same "
-                "calls of a pipeline, in the same order"
-            )
-        return row
 
     def _send_tensor(self, rank: int, tensor: torch.Tensor) -> None:
         try:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import pickle
 import struct
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,18 +52,13 @@ class _PendingHeader(NamedTuple):
     works: list[Any]
 
 
+@dataclass
 class DynamicEndpoint:
     """One end of a connection. The channels of several edges share it and its headers, in the sender's order."""
 
-    def __init__(self, tensors: Endpoint, headers: Endpoint) -> None:
-        self.tensors = tensors
-        self.headers = headers
-        self.pending: deque[_PendingHeader] = deque()
-
-    def post_header(self, channel: DynamicForwardChannel, microbatch: int) -> None:
-        row = bytearray(ROW_BYTES)
-        works = self.headers.recv([partial(torch.frombuffer, row, dtype=torch.uint8)], HEADER)
-        self.pending.append(_PendingHeader(channel, microbatch, row, works))
+    tensors: Endpoint
+    headers: Endpoint
+    pending: deque[_PendingHeader] = field(default_factory=deque)
 
     def read_header(self) -> None:
         """Wait for the next header, and post the receives of its tensors."""
@@ -93,26 +89,19 @@ class DynamicEndpoint:
         return works
 
 
-class DynamicEndpoints:
-    """The endpoints that one program uses."""
-
-    def __init__(self, tensors: Mapping[Any, Endpoint], headers: Mapping[Any, Endpoint]) -> None:
-        self.by_key = {key: DynamicEndpoint(endpoint, headers[key]) for key, endpoint in tensors.items()}
-        self._all = tuple(self.by_key.values())
-
-    def read_arrived_headers(self) -> None:
-        """Read the headers whose first byte has arrived; the read waits for the rest of the row."""
-        for endpoint in self._all:
-            while endpoint.pending and endpoint.pending[0].row[0]:
-                endpoint.read_header()
+def read_arrived_headers(endpoints: Iterable[DynamicEndpoint]) -> None:
+    """Read the headers whose first byte has arrived; the read waits for the rest of the row."""
+    for endpoint in endpoints:
+        while endpoint.pending and endpoint.pending[0].row[0]:
+            endpoint.read_header()
 
 
 class DynamicForwardChannel:
     """One edge in one direction: outputs to a later stage."""
 
-    def __init__(self, endpoints: DynamicEndpoints, key: Any, name: str) -> None:
-        self.endpoints = endpoints
-        self.endpoint = endpoints.by_key[key]
+    def __init__(self, endpoint: DynamicEndpoint, name: str, endpoints: Collection[DynamicEndpoint]) -> None:
+        """``endpoints`` are all that the program uses."""
+        self.endpoint, self.endpoints = endpoint, endpoints
         self.name = name
         self.meta: MessageMeta | None = None  # of the last message
         self.header = b""  # of the last message, if it may be repeated
@@ -124,11 +113,12 @@ class DynamicForwardChannel:
         return bind_ops(self, microbatch)
 
     def post_recv(self, microbatch: int) -> None:
-        self.endpoint.post_header(self, microbatch)
-        self.endpoints.read_arrived_headers()
+        row = bytearray(ROW_BYTES)
+        works = self.endpoint.headers.recv([partial(torch.frombuffer, row, dtype=torch.uint8)], HEADER)
+        self.endpoint.pending.append(_PendingHeader(self, microbatch, row, works))
+        read_arrived_headers(self.endpoints)
 
     def expect(self, meta: MessageMeta) -> None:
-        """Set the format of the messages that follow."""
         self.meta = meta
         self.buffers = self.endpoint.tensors.buffer_factories([tensor.in_memory() for tensor in meta.tensors()])
 
@@ -143,12 +133,12 @@ class DynamicForwardChannel:
         return meta.to_message(tensors)
 
     def send(self, microbatch: int, message: Any) -> None:
-        header = self._header(message)
         tensors = [leaf for leaf in message.leaves if isinstance(leaf, Tensor)]
         orders = [memory_order(tensor) for tensor in tensors]
+        header = self._header(message, orders)
         tensors = [x if order is None else x.permute(order) for x, order in zip(tensors, orders, strict=True)]
         self.pending[microbatch] = self.endpoint.send(tensors, header)
-        self.endpoints.read_arrived_headers()
+        read_arrived_headers(self.endpoints)
 
     def wait_send(self, microbatch: int) -> None:
         self.endpoint.tensors.wait(self.pending.pop(microbatch))
@@ -158,10 +148,14 @@ class DynamicForwardChannel:
         self.received.clear()
         self.endpoint.pending.clear()
 
-    def _header(self, message: Message) -> bytes | None:
+    def _header(self, message: Message, orders: list[tuple[int, ...] | None]) -> bytes | None:
         """The header of a message; None if it is that of the last message."""
-        if self.meta is not None and _matches_meta(message, self.meta):
-            return None
+        last = self.meta
+        # A message without structure has tensors alone; other values may be equal and differ, as 0.0 and -0.0.
+        if last is not None and message.spec is None and last.matches(message):
+            described = (last.shared, [tensor.order for tensor in last.tensors()])
+            if described == (tuple(message.shared), orders):
+                return None
         meta = meta_of(message)
         require_dense(meta, self.name)
         try:
@@ -185,22 +179,3 @@ class DynamicBackwardChannel(DynamicForwardChannel):
     def get(self, microbatch: int) -> Sequence[Tensor | None]:
         message: Message = super().get(microbatch)
         return message.leaves
-
-
-def _matches_meta(message: Message, meta: MessageMeta) -> bool:
-    """Whether a message without structure has this format; False for any message with structure."""
-    leaves, spec, wants, shared = message
-    if spec is not None or meta.spec is not None or len(leaves) != len(meta.leaves):
-        return False
-    if len(wants) != len(meta.wants) or len(shared) != len(meta.shared):
-        return False
-    for leaf, expected in zip(leaves, meta.leaves, strict=True):
-        if leaf is None or expected is None:
-            if leaf is not expected:
-                return False
-            continue
-        if leaf.dtype is not expected.dtype or leaf.shape != expected.shape or leaf.layout is not torch.strided:
-            return False
-        if memory_order(leaf) != expected.order:
-            return False
-    return True

@@ -66,16 +66,8 @@ class LocalChannel:
 class LockstepChannel(LocalChannel):
     """A channel whose sender waits while more than ``room`` messages have no receiver that is ready for them."""
 
-    def __init__(
-        self,
-        microbatches: int,
-        src: torch.device,
-        dst: torch.device,
-        wait_timer: WaitTimer,
-        sender_wait_timer: WaitTimer,
-        room: int,
-    ) -> None:
-        super().__init__(microbatches, src, dst, wait_timer)
+    def __init__(self, *args: Any, sender_wait_timer: WaitTimer, room: int) -> None:
+        super().__init__(*args)
         self._sender_wait_timer = sender_wait_timer
         self._ready: SimpleQueue[None] = SimpleQueue()
         for _ in range(room):
@@ -89,7 +81,6 @@ class LockstepChannel(LocalChannel):
         super().wait_recv(microbatch)
 
     def wait_taken(self) -> None:
-        """Wait until the sender may continue."""
         _timed_get(self._ready, self._sender_wait_timer)
         if self._cancelled:
             raise Cancelled

@@ -39,7 +39,6 @@ class InFlight:
         self.tensor = buffer
 
     def wait(self) -> None:
-        """Wait until the send or the receive is complete."""
         work, self.work = self.work, None
         start = perf_counter()
         try:
@@ -159,7 +158,9 @@ class ForwardChannel(ProcessChannel):
 
     def send(self, microbatch: int, payload: Message) -> None:
         meta = self.metas[microbatch]
-        tensors = _check_message(payload, meta, self.name)
+        if not meta.matches(payload):
+            _raise_mismatch(payload, meta, self.name)
+        tensors = [leaf for leaf in payload.leaves if isinstance(leaf, Tensor)]
         if self.permuted[microbatch]:
             tensors = [own.to_memory(tensor) for own, tensor in zip(meta.tensors(), tensors, strict=True)]
         self.pending[microbatch] = self.endpoint.send(tensors)
@@ -199,25 +200,6 @@ class BackwardChannel(ProcessChannel):
     def get(self, microbatch: int) -> Sequence[Tensor | None]:
         tensors = iter(self.received.pop(microbatch))
         return [next(tensors) if exists else None for exists in self.present[microbatch]]
-
-
-def _check_message(message: Message, meta: MessageMeta, name: str) -> list[Tensor]:
-    """The tensors of a message; an error if it is not what the other end expects."""
-    leaves, spec, wants, _ = message
-    tensors = []
-    if len(leaves) == len(meta.leaves) and spec == meta.spec and tuple(wants) == meta.wants:
-        for leaf, expected in zip(leaves, meta.leaves, strict=True):
-            if isinstance(leaf, Tensor):
-                if not isinstance(expected, TensorMeta) or leaf.dtype is not expected.dtype:
-                    break
-                if leaf.shape != expected.shape:
-                    break
-                tensors.append(leaf)
-            elif leaf is not expected and (type(leaf) is not type(expected) or leaf != expected):
-                break
-        else:
-            return tensors
-    _raise_mismatch(message, meta, name)
 
 
 def _raise_mismatch(message: Message, meta: MessageMeta, name: str) -> NoReturn:

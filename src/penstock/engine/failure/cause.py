@@ -14,6 +14,7 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,8 +31,6 @@ RANK_CLOSED = "it has closed its pipeline, or ended, while others still use it"
 
 @dataclass(frozen=True)
 class Cause:
-    """The first failure of a pipeline."""
-
     rank: int
     kind: str
     message: str
@@ -57,24 +56,13 @@ class FailureStore:
 
     def __init__(self, store: Store, ranks: Sequence[int], rank: int) -> None:
         """``ranks`` are the world ranks of the mesh, and ``rank`` is that of this process."""
-        self.store = PrefixStore("failure", store)
-        self.ranks = ranks
-        self.rank = rank
+        self.store, self.ranks, self.rank = PrefixStore("failure", store), ranks, rank
         self.known_since: float | None = None  # when this rank first knew a cause
 
-    def report(
-        self,
-        error: BaseException,
-        stage: int | None = None,
-        microbatch: int | None = None,
-        action: str | None = None,
-        *,
-        prefix: str = "",
-    ) -> Cause:
-        """Publish an error of this rank."""
+    def report(self, error: BaseException, *place: Any, prefix: str = "") -> Cause:
+        """Publish an error of this rank; ``place`` are stage, micro-batch and action, where it has them."""
         text = "".join(traceback.format_exception(error))
-        kind = f"{prefix}{type(error).__name__}"
-        return self.publish(Cause(self.rank, kind, text_of(error), text, stage, microbatch, action))
+        return self.publish(Cause(self.rank, f"{prefix}{type(error).__name__}", text_of(error), text, *place))
 
     def report_broken_channel(self, error: ChannelError) -> Cause:
         """The cause of a broken channel: a published one, else publish that the channel broke."""
@@ -91,7 +79,7 @@ class FailureStore:
         end = time.monotonic() + CAUSE_WAIT
         try:
             while time.monotonic() < end:
-                closed = [rank for rank in peers if self.has_closed(rank)]
+                closed = [rank for rank in peers if self.have_closed(rank)]
                 found = self.read()  # after asking who has closed: a rank that fails publishes before it closes
                 if found is not None:
                     return found
@@ -104,21 +92,14 @@ class FailureStore:
 
     def mark_closed(self) -> None:
         """Publish that this rank has closed the pipeline, by itself or after a failure."""
-        try:
+        with suppress(RuntimeError):  # the store may be gone, and with it everyone who would read it
             self.store.set(f"closed/{self.rank}", "1")
-        except RuntimeError:
-            return  # the store is gone, and with it everyone who would read it
 
-    def has_closed(self, rank: int) -> bool:
-        closed: bool = self.store.check([f"closed/{rank}"])
-        return closed
-
-    def all_closed(self) -> bool:
-        closed: bool = self.store.check([f"closed/{rank}" for rank in self.ranks])
+    def have_closed(self, *ranks: int) -> bool:
+        closed: bool = self.store.check([f"closed/{rank}" for rank in ranks])
         return closed
 
     def read(self) -> Cause | None:
-        """The published cause, if there is one."""
         if not self.store.check(["cause"]):
             return None
         self.known_since = self.known_since or time.monotonic()

@@ -44,7 +44,6 @@ from penstock._torch import nccl_backend, process_groups
 
 T = TypeVar("T")
 Address = tuple[str, int]
-AddressPair = tuple[Address, Address]  # local and remote
 ABORT_SECONDS = 10.0  # for NCCL to abort a group, before it is left alone
 _creation_lock = threading.Lock()  # held while new sockets are identified
 
@@ -87,7 +86,7 @@ class PipelineSockets:
     def __init__(self, store: Any, prefix: str) -> None:
         self.device: Any
         self.device, new = _new_sockets(dist.ProcessGroupGloo.create_default_device)
-        self.own_addresses = {local for local, remote in new if remote is None}  # on which it listens
+        self.address = next(local for local, remote in new if remote is None)  # on which the gloo device listens
         self.peer_addresses: set[Address] = set()  # of the peers' gloo devices
         self._client = StoreClient(store, prefix)
         self.store = self._client.store
@@ -95,13 +94,8 @@ class PipelineSockets:
         self.nccl: list[Any] = []
         _pipelines.add(self)
 
-    @property
-    def address(self) -> Address:
-        """The address of the gloo device."""
-        return next(iter(self.own_addresses))
-
     def owns(self, local: Address, remote: Address) -> bool:
-        return local in self.own_addresses or remote in self.peer_addresses
+        return local == self.address or remote in self.peer_addresses
 
     def shut_down(self) -> None:
         """Make everything fail that waits for these connections, now or later."""
@@ -149,7 +143,7 @@ def publish_foreign_connections(store: Any, rank: int) -> None:
 def abort_foreign_groups(store: Any, ranks: Iterable[int]) -> None:
     """Shut down the foreign connections to those of ``ranks`` that have published theirs; abort such NCCL groups."""
     published = [rank for rank in ranks if store.check([f"connections/{rank}"])]
-    pairs: set[AddressPair] = set()
+    pairs: set[tuple[Address, Address]] = set()  # local and remote
     for rank in published:
         pairs |= {(tuple(remote), tuple(local)) for local, remote in json.loads(store.get(f"connections/{rank}"))}
     for sock, local, remote in _sockets():
@@ -235,14 +229,10 @@ def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
             continue  # closed since
         with duplicate as sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                yield sock, *_addresses(sock)
-
-
-def _addresses(sock: socket.socket) -> tuple[Address, Address | None]:
-    try:
-        return sock.getsockname()[:2], sock.getpeername()[:2]
-    except OSError:
-        return sock.getsockname()[:2], None
+                remote: Address | None = None
+                with contextlib.suppress(OSError):  # it is not connected
+                    remote = sock.getpeername()[:2]
+                yield sock, sock.getsockname()[:2], remote
 
 
 def _store_port(store: Any) -> int | None:

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,10 +81,10 @@ class Snapshot:
     line: str = ""  # of Python; this and the stack are filled in once the rank has not moved for long
     stack: str = ""
 
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> Snapshot:
-        place = data["place"]
-        return Snapshot(**{**data, "ranks": tuple(data["ranks"]), "place": None if place is None else tuple(place)})
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for others, as far as is known: a silent rank may have stopped."""
+        return self.kind == "waits" and not self.silent
 
     def __str__(self) -> str:
         """A sentence without its subject, the rank."""
@@ -204,16 +204,17 @@ class WaitChain(NamedTuple):
     snapshot: Snapshot | None
 
 
+@dataclass
 class HangDetector:
     """Follows the status of one rank. Reports a wait after ``stuck_after`` seconds, after twice as many, and so on."""
 
-    def __init__(self, status: RankStatus, limits: HangLimits) -> None:
-        self.status, self.limits = status, limits
-        self._key: Hashable = None
-        self._since = 0.0  # when the rank last moved
-        self._stack = ("", "")  # once the rank has not moved for long
-        self._reported = 0.0  # age of the wait at its last report
-        self._last_check = 0.0
+    status: RankStatus
+    limits: HangLimits
+    _key: Hashable = None
+    _since: float = 0.0  # when the rank last moved
+    _stack: tuple[str, str] = ("", "")  # once the rank has not moved for long
+    _reported: float = 0.0  # age of the wait at its last report
+    _last_check: float = 0.0
 
     def update(self, now: float) -> Snapshot:
         """The status of the rank, with its age; with a line of Python and the stack once it has not moved for long."""
@@ -253,42 +254,33 @@ def wait_chain(rank: int, snapshot: Snapshot, read: Callable[[int], Snapshot | N
     text, path = f"rank {rank} {snapshot}", [rank]
     while True:
         others = {rank: read(rank) for rank in snapshot.ranks}
-        rank = _suspect(others, path)
+        # A rank that does not wait comes first, then one that waits for none of those before.
+        priority = {
+            rank: 0 if found is None or not found.waits else 2 if set(found.ranks) & set(path) else 1
+            for rank, found in others.items()
+        }
+        rank = min(others, key=priority.__getitem__)
         found = others[rank]
         status = "has sent no status yet" if found is None else str(found)
         text += f", which {status}" if len(others) == 1 else f", of which rank {rank} {status}"
         path.append(rank)
-        if found is None or _ends_chain(found):
+        if found is None or not found.waits:
             return WaitChain(text, rank, found)
         if set(found.ranks) & set(path):
             return WaitChain(f"{text}: they wait for each other", rank, found)
         snapshot = found
 
 
-def _suspect(others: dict[int, Snapshot | None], path: Sequence[int]) -> int:
-    """Of the ranks that a rank waits for, one that does not wait; else one that waits for none of those before."""
-    for rank, found in others.items():
-        if found is None or _ends_chain(found):
-            return rank
-    return next(
-        (r for r, found in others.items() if found is not None and not set(found.ranks) & set(path)), min(others)
-    )
-
-
-def _ends_chain(snapshot: Snapshot) -> bool:
-    return snapshot.kind != "waits" or snapshot.silent > 0
-
-
+@dataclass
 class Heartbeat:
     """Sends the snapshots of this rank to the others, and reads theirs, through the store."""
 
-    def __init__(self, store: Any, rank: int, limits: HangLimits) -> None:
-        self.store = store
-        self.rank = rank
-        self.limits = limits
-        self._beat = 0
-        self._sent_at = 0.0
-        self._read: dict[int, tuple[int, float]] = {}  # last beat of each rank, and when it was first read
+    store: Any
+    rank: int
+    limits: HangLimits
+    _beat: int = 0
+    _sent_at: float = 0.0
+    _read: dict[int, tuple[int, float]] = field(default_factory=dict)  # last beat of each rank, and when it was read
 
     def send(self, snapshot: Snapshot, now: float) -> None:
         """Send a snapshot if the last one was sent long enough ago."""
@@ -302,7 +294,9 @@ class Heartbeat:
         key = f"status/{rank}"
         if not self.store.check([key]):
             return None
-        snapshot = Snapshot.from_dict(json.loads(self.store.get(key)))
+        data = json.loads(self.store.get(key))
+        place = data["place"] and tuple(data["place"])
+        snapshot = Snapshot(**{**data, "ranks": tuple(data["ranks"]), "place": place})
         beat, since = self._read.get(rank, (-1, now))
         if beat != snapshot.beat:
             self._read[rank] = (snapshot.beat, now)

@@ -21,10 +21,15 @@ A process that ends without closing its pipelines runs exit hooks:
 
 Exceptions of the main thread reach ``sys.excepthook``. A process of ``multiprocessing`` handles its exceptions itself,
 and runs finalizers while one is in flight. A program that ends normally runs finalizers, too.
+
+The watch runs from the rendezvous of the ranks on, which checks that all of them build the same pipeline. Ranks poll
+the store there instead of blocking on it, so that a rank that fails while it builds its pipeline does not leave the
+others waiting for its connections.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -33,7 +38,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -42,9 +48,12 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from penstock._torch import default_store
 from penstock.engine.channel.base import ChannelError
+from penstock.engine.failure import sockets, status
 from penstock.engine.failure.cause import (
     PROCESS_DIED,
     RANK_CLOSED,
@@ -54,25 +63,10 @@ from penstock.engine.failure.cause import (
     launcher_owns_store,
     store_unreachable,
 )
-from penstock.engine.failure.sockets import (
-    PipelineSockets,
-    StoreClient,
-    abort_foreign_groups,
-    connect_liveness,
-    is_broken,
-    open_liveness_port,
-    publish_foreign_connections,
-)
-from penstock.engine.failure.status import (
-    TIMEOUT,
-    HangDetector,
-    HangLimits,
-    Heartbeat,
-    RankStatus,
-    Snapshot,
-    wait_chain,
-)
-from penstock.errors import PipelineError, PlanError
+from penstock.errors import PenstockError, PipelineError, PlanError
+from penstock.schedule.provider import ScheduleProvider
+from penstock.split.plan import Plan
+from penstock.version import __version__
 
 POLL_INTERVAL = 0.2
 INTERRUPT_AFTER = 1.0  # seconds that a main thread has to notice the failure by itself
@@ -97,20 +91,20 @@ class Watch:
     def __init__(self, store: Any, name: str, ranks: Sequence[int], rank: int) -> None:
         """``ranks`` are the world ranks of the mesh, ``rank`` is this one's, and ``name`` the pipeline's."""
         self.rank = rank
-        self.status = RankStatus()
-        self.sockets = PipelineSockets(store, name)
+        self.status = status.RankStatus()
+        self.sockets = sockets.PipelineSockets(store, name)
         self._store = main_store = PrefixStore(name, store)
         self.failures = FailureStore(main_store, ranks, rank)
         self.cause: Cause | None = None
         self.interrupted = False  # whether the main thread was sent an interrupt
         self._pid = os.getpid()
         # The thread has its own connection to the store: the main thread may block on the other one.
-        self._client = StoreClient(store, name)
+        self._client = sockets.StoreClient(store, name)
         self._thread_failures = FailureStore(self._client.store, ranks, rank)
-        self._limits = HangLimits()
-        self._detector = HangDetector(self.status, self._limits)
-        self._heartbeat = Heartbeat(self._client.store, rank, self._limits)
-        self._liveness_port = open_liveness_port(self.sockets.address[0])
+        self._limits = status.HangLimits()
+        self._detector = status.HangDetector(self.status, self._limits)
+        self._heartbeat = status.Heartbeat(self._client.store, rank, self._limits)
+        self._liveness_port = sockets.open_liveness_port(self.sockets.address[0])
         addresses = {"gloo": self.sockets.address, "liveness": self._liveness_port.getsockname()[:2]}
         main_store.set(f"address/{rank}", json.dumps(addresses))
         place = list(ranks).index(rank)
@@ -130,10 +124,6 @@ class Watch:
         self._limits.stuck_after, self._limits.timeout = stuck_after, timeout
         # Longer than ours, so that ours comes first: gloo cannot say which rank hangs.
         self.sockets.timeout = timedelta(days=365) if timeout is None else timedelta(seconds=2 * timeout + 60)
-
-    def set_peer_addresses(self, addresses: Sequence[bytes]) -> None:
-        """Set the published addresses of all ranks, once all have arrived at the rendezvous."""
-        self.sockets.peer_addresses |= {tuple(json.loads(address)["gloo"]) for address in addresses}
 
     # ── around each call ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -183,9 +173,15 @@ class Watch:
         if not self._client.gone:
             if self.cause is not None or self.failures.known_since is not None:
                 with suppress(RuntimeError):  # the store is gone since
-                    publish_foreign_connections(self._store, self.rank)
+                    sockets.publish_foreign_connections(self._store, self.rank)
             self.failures.mark_closed()
-            self._keep_store_alive()
+            known = [x for x in (self.failures.known_since, self._thread_failures.known_since) if x is not None]
+            if known and self.rank == 0 and not launcher_owns_store():
+                # The store may end with this process: give the others time to read the cause.
+                end = max(known) + STORE_LINGER
+                ranks = self.failures.ranks
+                while time.monotonic() < end and not self._client.gone and not self.failures.have_closed(*ranks):
+                    time.sleep(0.02)
         self._stopping.set()
         if self._thread is not threading.current_thread():
             self._thread.join(5)
@@ -212,15 +208,6 @@ class Watch:
             error = error.__context__
         self.on_exit(error)
 
-    def _keep_store_alive(self) -> None:
-        """If the store may end with this process, give the others time to read the cause."""
-        known = [since for since in (self.failures.known_since, self._thread_failures.known_since) if since is not None]
-        if not known or self.rank != 0 or launcher_owns_store():
-            return
-        end = max(known) + STORE_LINGER
-        while time.monotonic() < end and not self._client.gone and not self.failures.all_closed():
-            time.sleep(0.02)
-
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
@@ -242,24 +229,24 @@ class Watch:
             if cause is None:
                 return
             self.cause, self._stopped_at = cause, now
-            self._with_store(partial(publish_foreign_connections, rank=self.rank))
-            if cause.kind == TIMEOUT and cause.rank == self.rank:
+            self._with_store(partial(sockets.publish_foreign_connections, rank=self.rank))
+            if cause.kind == status.TIMEOUT and cause.rank == self.rank:
                 logger.error("%s", cause.error())
         if self.status.call_depth or snapshot.kind != "idle":
             self.sockets.shut_down()
         if self.status.call_depth:
             self._end_call(snapshot, now - self._stopped_at)
 
-    def _find_cause(self, snapshot: Snapshot, now: float) -> Cause | None:
+    def _find_cause(self, snapshot: status.Snapshot, now: float) -> Cause | None:
         """The cause, if something has failed; else send a heartbeat and check for a hang."""
         failures = self._thread_failures
         cause = failures.read() or self._check_next_rank()
         if cause is None and snapshot.kind == "waits" and snapshot.age > 2:
-            closed = next((rank for rank in snapshot.ranks if failures.has_closed(rank)), None)
+            closed = next((rank for rank in snapshot.ranks if failures.have_closed(rank)), None)
             cause = None if closed is None else failures.publish(Cause(closed, "", RANK_CLOSED))
         if cause is None:
             self._heartbeat.send(snapshot, now)
-            chain = partial(wait_chain, self.rank, snapshot, lambda rank: self._heartbeat.read(rank, now))
+            chain = partial(status.wait_chain, self.rank, snapshot, lambda rank: self._heartbeat.read(rank, now))
             cause = self._detector.check(snapshot, now, chain)
             cause = None if cause is None else failures.publish(cause)
         return cause
@@ -269,13 +256,13 @@ class Watch:
         if self._next is None:
             return None
         if self._next_connection is not None:
-            broken = is_broken(self._next_connection)
+            broken = sockets.is_broken(self._next_connection)
         elif not self._client.store.check([f"address/{self._next}"]):
             return None
         else:
             host, port = json.loads(self._client.store.get(f"address/{self._next}"))["liveness"]
             try:
-                self._next_connection, broken = connect_liveness((host, port)), False
+                self._next_connection, broken = sockets.connect_liveness((host, port)), False
             except ConnectionRefusedError:
                 broken = True
             except OSError:  # unreachable: this rank does without
@@ -284,11 +271,11 @@ class Watch:
         if not broken:
             return None
         rank, self._next = self._next, None
-        if self._thread_failures.has_closed(rank):
+        if self._thread_failures.have_closed(rank):
             return None
         return self._thread_failures.publish(Cause(rank, "", PROCESS_DIED))
 
-    def _end_call(self, snapshot: Snapshot, waited: float) -> None:
+    def _end_call(self, snapshot: status.Snapshot, waited: float) -> None:
         """End the call that the main thread is still in, ``waited`` seconds after the failure."""
         assert self.cause is not None
         if waited > INTERRUPT_AFTER and snapshot.kind == "works" and not self.interrupted:
@@ -297,8 +284,8 @@ class Watch:
         aborts_foreign = waited > anywhere or (waited > in_collective and self.status.in_collective())
         if snapshot.kind == "works" and aborts_foreign:
             others = [rank for rank in self._thread_failures.ranks if rank != self.rank]
-            self._with_store(partial(abort_foreign_groups, ranks=others))
-        limit = EXIT_AFTER if self.cause.kind == TIMEOUT else self._limits.timeout
+            self._with_store(partial(sockets.abort_foreign_groups, ranks=others))
+        limit = EXIT_AFTER if self.cause.kind == status.TIMEOUT else self._limits.timeout
         if limit is not None and waited > limit:
             _, stack = self.status.python_stack()
             report = f"rank {self.rank} {snapshot}, and exits, because the pipeline has stopped:\n{self.cause.error()}"
@@ -361,3 +348,99 @@ def _on_uncaught_exception(kind: type[BaseException], error: BaseException, trac
         for watch in list(_watches):
             watch.on_exit(error)
     previous(kind, error, trace)
+
+
+# ── rendezvous ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+_num_pipelines: Counter[tuple[int, ...]] = Counter()  # that this process has begun to build, by their ranks
+
+
+class Rendezvous:
+    """One pipeline's keys in the store, and the watch of this rank."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, timeout: float = 300.0) -> None:
+        """``ranks`` are world ranks, ``rank`` is that of this process, and ``timeout`` is in seconds."""
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(rank)
+        _num_pipelines[self.ranks] += 1
+        name = f"penstock/{digest(str(self.ranks))}/{_num_pipelines[self.ranks]}"
+        store = default_store()
+        self.store = PrefixStore(name, store)
+        self.timeout = timeout
+        self.complete = False  # whether all ranks have arrived
+        self.watch = Watch(store, name, self.ranks, rank)
+        self._num_gathers = 0
+
+    def cancel(self, error: BaseException) -> None:
+        """Publish that this rank could not build its pipeline. If another rank is the cause, raise that instead."""
+        cause = None
+        if self.complete and isinstance(error, (RuntimeError, ChannelError)) and not isinstance(error, PenstockError):
+            cause = self.watch.failures.wait_for_cause()  # it may be a connection to another rank that failed
+        if cause is None:
+            self.watch.failures.report(error, prefix="could not build its pipeline: ")
+        self.watch.stop()
+        if cause is not None:
+            raise cause.error() from error
+
+    def compare(self, config: Mapping[str, Any]) -> None:
+        """Wait for all ranks; raise if one does not arrive, or if its configuration differs from the first rank's."""
+        configs = self.gather(config)
+        for name, first in configs[0].items():
+            values = {self.ranks[r]: other.get(name) for r, other in enumerate(configs)}
+            differ = {rank: value for rank, value in values.items() if value != first}
+            if differ:
+                raise PlanError(
+                    f"the ranks were given different pipelines: {name} is {first} on rank {self.ranks[0]}, but "
+                    + ", ".join(f"{value} on rank {rank}" for rank, value in differ.items())
+                )
+
+    def publish(self, value: Mapping[str, Any]) -> list[str]:
+        """Publish this rank's value, which must be JSON, for the next gathering; returns the keys of all ranks."""
+        self._num_gathers += 1
+        keys = [f"gather/{self._num_gathers}/{rank}" for rank in range(len(self.ranks))]
+        self.store.set(keys[self.rank], json.dumps(value))
+        return keys
+
+    def gather(
+        self, value: Mapping[str, Any], how: str = "until this pipeline is begun by", *, limited: bool = True
+    ) -> list[dict[str, Any]]:
+        """Every rank's value; waits for all ranks, and raises if one does not arrive, in time if that is limited."""
+        keys = self.publish(value)
+        start, pause = time.monotonic(), 0.001
+        with self.watch.status.waiting([rank for place, rank in enumerate(self.ranks) if place != self.rank], how):
+            while not self.store.check(keys):
+                cause = self.watch.cause or self.watch.failures.read()
+                if cause is not None and not self.store.check(keys):
+                    raise cause.error()
+                if limited and time.monotonic() - start > self.timeout:
+                    missing = [self.ranks[r] for r, key in enumerate(keys) if not self.store.check([key])]
+                    raise PipelineError(
+                        f"after {self.timeout:.0f} s, ranks {missing} have not begun to build this pipeline: every "
+                        "rank must build the same pipelines in the same order"
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+        if not self.complete:
+            self.complete = True
+            addresses = [json.loads(self.store.get(f"address/{rank}")) for rank in self.ranks]
+            self.watch.sockets.peer_addresses |= {tuple(address["gloo"]) for address in addresses}
+        return [json.loads(self.store.get(key)) for key in keys]
+
+
+def pipeline_config(plan: Plan, source: ScheduleProvider, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that must be equal on all ranks: also versions, because messages are pickled."""
+    schedule = source.training(source.microbatches)
+    structure = (plan.stages, plan.edges, plan.ties)
+    return {
+        "penstock": __version__,
+        "torch": torch.__version__,
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "micro-batches": source.microbatches,
+        "plan": f"{plan.num_stages} stages ({digest(str(structure))})",
+        "schedule": f"{schedule.name} ({digest(str(schedule))})",
+        **{name: repr(value) for name, value in options.items()},
+    }
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

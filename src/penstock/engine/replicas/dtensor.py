@@ -18,7 +18,7 @@ from penstock._torch import is_async_collective, unsafe_view
 from penstock.engine.message import flatten, unflatten
 from penstock.engine.replicas.fp32_accumulate import set_grad
 from penstock.errors import PlanError
-from penstock.split.chain import CountedOutput
+from penstock.split.sample import CountedOutput
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[Any]:

@@ -1,4 +1,4 @@
-"""Partition a chain of layers into stages so that the busiest rank has as little work as possible.
+"""Costs of ranges of layers and of the stages made of them; partitions with as little work as possible for any rank.
 
     straight   rank 0 │ rank 1 │ rank 2                 one range of layers per rank
     v          rank 0 │ rank 1 │ rank 2 │ 2 │ 1 │ 0      down and back up
@@ -14,14 +14,275 @@ joint search moves their cuts further.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import inf
 from operator import add
 
-from penstock.profile.planner.segments import Cuts, Ranks, Segments, bottleneck, rank_bytes, rank_time
-from penstock.schedule.schedule import loop, vee
+from penstock.profile.costs import Crossing, LayerCosts, ModelCosts
+from penstock.schedule.costs import Costs
+from penstock.schedule.schedule import Edge, loop, vee
+
+RangeCosts = tuple[float, float, float, float]
+"""See ``Segments.range_costs``."""
+
+
+class Segments:
+    """Sums over layers ``i`` to ``j``, exclusive. Bytes that several layers share count once."""
+
+    def __init__(self, costs: ModelCosts) -> None:
+        self.costs, self.n = costs, len(costs.layers)
+        layers = costs.layers
+        self.layer_work = [
+            layer.forward + min(layer.full_backward, layer.input_gradient + layer.weight_gradient) for layer in layers
+        ]  # a backward may be split or not, whichever is faster
+        self.work_before = _cumulative(self.layer_work)
+        self._totals: dict[str, list[float]] = {}
+        self._static = _cumulative(_static_bytes(layer) for layer in layers)
+        self._activation = _cumulative(layer.activation for layer in layers)
+        self._has_deferred = any(layer.deferred is not None for layer in layers)
+        self._ties = [
+            (sorted(set(tie.layers)), tie.bytes * _static_ratio([layers[i] for i in tie.layers]))
+            for tie in costs.shared
+        ]
+        self._kept_together = sorted((max(a, b), min(a, b), size) for a, b, size in costs.kept_together)
+        self._range_cache: dict[tuple[int, int], RangeCosts] = {}
+        self._values = _values(costs.crossings)
+        self._inputs_at: dict[int, list[tuple[int, float]]] = {}
+        self.cut_bytes = [0.0] * (self.n + 1)  # that cross a cut before each layer; a value counts once
+        for src, destinations, size in self._values:
+            for cut in range(src + 1, destinations[-1] + 1):
+                self.cut_bytes[cut] += size
+        self.cut_seconds = [size / costs.link.bandwidth for size in self.cut_bytes]
+
+    def work(self, i: int, j: int) -> float:
+        """Seconds of forward and backward."""
+        return self.work_before[j] - self.work_before[i]
+
+    def total(self, name: str, i: int, j: int) -> float:
+        """The sum of one attribute of ``LayerCosts``."""
+        if name not in self._totals:
+            self._totals[name] = _cumulative(getattr(layer, name) for layer in self.costs.layers)
+        return self._totals[name][j] - self._totals[name][i]
+
+    def recompute_work(self, i: int, j: int) -> float:
+        """Seconds of a repeated forward."""
+        return self.total("recompute", i, j)
+
+    def static_bytes(self, i: int, j: int) -> float:
+        """Bytes of parameters, gradients, optimizer state and buffers."""
+        size = self._static[j] - self._static[i]
+        for layers, tied in self._ties:
+            inside = bisect_right(layers, j - 1) - bisect_right(layers, i - 1)
+            size -= tied * max(0, inside - 1)
+        return size
+
+    def activation_bytes(self, i: int, j: int) -> float:
+        """Bytes saved for the backward of one micro-batch."""
+        size = self._activation[j] - self._activation[i]
+        for last, first, shared in self._kept_together:
+            if last >= j:
+                break
+            if first >= i:
+                size -= shared
+        return size
+
+    def deferred_bytes(self, i: int, j: int) -> float:
+        """Bytes kept from I to W for the weight gradients of one micro-batch."""
+        return self.total("deferred_bytes", i, j) if self._has_deferred else self.activation_bytes(i, j)
+
+    def range_costs(self, i: int, j: int) -> RangeCosts:
+        """Recompute seconds, static bytes, activation bytes, and the part of these that is the input of the range.
+
+        The input counts as part of the activation, as it is for linear layers and norms.
+        """
+        found = self._range_cache.get((i, j))
+        if found is None:
+            kept = self.activation_bytes(i, j)
+            found = self.recompute_work(i, j), self.static_bytes(i, j), kept, min(kept, self.input_bytes(i, j))
+            self._range_cache[i, j] = found
+        return found
+
+    def input_bytes(self, i: int, j: int) -> float:
+        """Bytes sent to the range for one micro-batch, which are kept to recompute it."""
+        if i not in self._inputs_at:
+            self._inputs_at[i] = [
+                (next(dst for dst in destinations if dst >= i), size)
+                for src, destinations, size in self._values
+                if src < i <= destinations[-1]
+            ]
+        return sum(size for dst, size in self._inputs_at[i] if dst < j)
+
+
+def _values(crossings: Sequence[Crossing]) -> list[tuple[int, list[int], float]]:
+    """Each value that is sent: its source layer, its destination layers in order, and its bytes."""
+    found: dict[tuple[int, int], tuple[list[int], float]] = {}
+    for number, crossing in enumerate(crossings):
+        for key, size in crossing.values or [(-1 - number, crossing.bytes)]:
+            destinations = found.get((crossing.src, key), ([],))[0]
+            found[crossing.src, key] = sorted([*destinations, crossing.dst]), size
+    return [(src, destinations, size) for (src, _), (destinations, size) in found.items()]
+
+
+def _cumulative(numbers: Iterable[float]) -> list[float]:
+    return [0.0, *accumulate(numbers)]
+
+
+def _static_bytes(layer: LayerCosts) -> float:
+    return layer.parameters + layer.gradients + layer.optimizer + layer.buffers
+
+
+def _static_ratio(layers: Sequence[LayerCosts]) -> float:
+    """Bytes of parameters, gradients and optimizer state per byte of parameters."""
+    parameters = sum(layer.parameters for layer in layers)
+    return sum(_static_bytes(layer) - layer.buffers for layer in layers) / parameters if parameters else 1.0
+
+
+# ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Cuts = tuple[int, ...]
+"""The layer at which each stage ends, exclusive; the last stage ends at the number of layers."""
+
+Runs = Sequence[tuple[int, int]]
+"""The layer ranges of a rank's stages."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Relative speed, memory in bytes, and micro-batches in flight of each rank.
+
+    ``recompute``: all stages, none, or (None) as few as the memory requires.
+    """
+
+    speed: tuple[float, ...]
+    memory: tuple[float, ...]
+    in_flight: tuple[float, ...]
+    recompute: bool | None = False
+
+    def __len__(self) -> int:
+        return len(self.speed)
+
+
+def bottleneck(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> float:
+    """Seconds per micro-batch of the slowest rank or channel; infinite if a rank's memory is too small."""
+    runs: list[list[tuple[int, int]]] = [[] for _ in range(len(ranks))]
+    for rank, run in zip(placement, pairwise((0, *cuts)), strict=True):
+        runs[rank].append(run)
+    slowest = max(rank_time(segments, ranks, rank, own) for rank, own in enumerate(runs))
+    begins = pairwise(zip(placement, (0, *cuts), strict=False))
+    channels = [segments.cut_seconds[begin] for (a, _), (b, begin) in begins if a != b]
+    return max([slowest, *channels])
+
+
+def rank_time(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> float:
+    """Seconds per micro-batch of a rank; infinite if its memory is too small."""
+    recomputed = choose_recompute(segments, ranks, rank, runs)
+    if recomputed is None:
+        return inf
+    work = sum(segments.work(*run) for run in runs)
+    return (work + sum(segments.recompute_work(*runs[number]) for number in recomputed)) / ranks.speed[rank]
+
+
+def choose_recompute(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> tuple[int, ...] | None:
+    """The ranges to recompute so that the rank fits its memory with the least extra work; None if impossible."""
+    limit, in_flight = ranks.memory[rank], ranks.in_flight[rank]
+    if ranks.recompute is not None or limit == inf:
+        recomputed = tuple(range(len(runs))) if ranks.recompute else ()
+        return recomputed if limit == inf or rank_bytes(segments, runs, recomputed, in_flight) <= limit else None
+    if rank_bytes(segments, runs, (), in_flight) <= limit:
+        return ()
+    sizes = [segments.range_costs(*run) for run in runs]
+    excess = sum(static + in_flight * kept for _, static, kept, _ in sizes) - limit
+    if excess > in_flight * sum(kept - inputs for _, _, kept, inputs in sizes):
+        return None
+    # All subsets: extra work, bytes saved, bytes of the largest recomputed activation, the subset.
+    choices: list[tuple[float, float, float, tuple[int, ...]]] = [(0.0, 0.0, 0.0, ())]
+    for number, (work, _, kept, inputs) in enumerate(sizes):
+        dropped = kept - inputs
+        if dropped > 0:
+            choices += [
+                (extra + work, saved + in_flight * dropped, max(largest, dropped), (*chosen, number))
+                for extra, saved, largest, chosen in choices
+            ]
+    fitting = [(work, len(chosen), chosen) for work, saved, largest, chosen in choices if saved - largest >= excess]
+    return min(fitting)[2] if fitting else None
+
+
+def rank_bytes(segments: Segments, runs: Runs, recomputed: Sequence[int], in_flight: float) -> float:
+    """Peak bytes of a rank with ``in_flight`` micro-batches; at any time one recomputed range has its activations."""
+    total, largest = 0.0, 0.0
+    for number, run in enumerate(runs):
+        _, static, kept, inputs = segments.range_costs(*run)
+        if number in recomputed:
+            total += static + in_flight * inputs
+            largest = max(largest, kept - inputs)
+        else:
+            total += static + in_flight * kept
+    return total + largest
+
+
+# ── stages ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> Costs:
+    """The costs of each stage on its rank. Compute time of messages counts to the actions around them."""
+    link, overhead = segments.costs.link, segments.costs.overhead
+    runs = list(pairwise((0, *cuts)))
+
+    def seconds(name: str, extra: float) -> tuple[float, ...]:
+        return tuple(
+            (segments.total(name, i, j) + extra) / ranks.speed[rank]
+            for rank, (i, j) in zip(placement, runs, strict=True)
+        )
+
+    edges = edges_between(segments, cuts)
+    messages = [  # in each direction, for one micro-batch
+        sum(
+            link.host_seconds(size)
+            for edge, size in edges.items()
+            if stage in edge and placement[edge[0]] != placement[edge[1]]
+        )
+        for stage in range(len(runs))
+    ]
+    activation = [segments.activation_bytes(i, j) for i, j in runs]
+    inputs = [min(segments.input_bytes(i, j), kept) for (i, j), kept in zip(runs, activation, strict=True)]
+    return Costs(
+        f=tuple(map(add, seconds("forward", overhead.forward), messages)),
+        i=tuple(map(add, seconds("input_gradient", overhead.input_gradient), messages)),
+        w=seconds("weight_gradient", overhead.weight_gradient),
+        b=tuple(map(add, seconds("full_backward", overhead.backward), messages)),
+        r=seconds("recompute", overhead.recompute),
+        latency=link.latency,
+        bandwidth=link.bandwidth,
+        bytes=edges,
+        activation=tuple(activation),
+        keep=tuple(
+            segments.deferred_bytes(i, j) / kept if kept else 1.0 for (i, j), kept in zip(runs, activation, strict=True)
+        ),
+        checkpoint=tuple(size / kept if kept else 0.0 for size, kept in zip(inputs, activation, strict=True)),
+    )
+
+
+def edges_between(segments: Segments, cuts: Cuts) -> dict[Edge, float]:
+    """Bytes sent from stage to stage. Every stage has an edge to the next one, if only of 0 bytes."""
+    stages = [range(i, j) for i, j in pairwise((0, *cuts))]
+    stage_of = [stage for stage, layers in enumerate(stages) for _ in layers]
+    pairs = {(stage_of[crossing.src], stage_of[crossing.dst]) for crossing in segments.costs.crossings}
+    edges = sorted({pair for pair in pairs if pair[0] != pair[1]} | set(pairwise(range(len(cuts)))))
+    return {(src, dst): segments.costs.bytes_between(stages[src], stages[dst]) for src, dst in edges}
+
+
+def rank_static_bytes(segments: Segments, placement: Sequence[int], cuts: Cuts, p: int) -> tuple[float, ...]:
+    """Per rank: bytes of parameters, gradients, optimizer state and buffers."""
+    sizes = [0.0] * p
+    for rank, (i, j) in zip(placement, pairwise((0, *cuts)), strict=True):
+        sizes[rank] += segments.static_bytes(i, j)
+    return tuple(sizes)
+
+
+# ── partitions ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def placement_of(shape: str, p: int, v: int) -> tuple[int, ...]:

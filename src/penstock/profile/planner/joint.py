@@ -20,8 +20,16 @@ from math import inf
 from random import Random
 
 from penstock.errors import ScheduleError
-from penstock.profile.planner.cuts import find_cuts, placement_of
-from penstock.profile.planner.segments import Cuts, Ranks, Segments, choose_recompute, rank_static_bytes, stage_costs
+from penstock.profile.planner.cuts import (
+    Cuts,
+    Ranks,
+    Segments,
+    choose_recompute,
+    find_cuts,
+    placement_of,
+    rank_static_bytes,
+    stage_costs,
+)
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule
 from penstock.schedule.search import SearchResult, auto
@@ -34,8 +42,7 @@ from penstock.schedule.search.tabu import tabu_search
 
 DETERMINISTIC_ACTIONS = 4000  # for more actions, ``auto`` is timed, and orders are too slow to adapt
 QUICK = 0.05  # seconds for the order of initial cuts
-DESCENTS = 2  # descents from the best cuts, with different orders
-START_SHARE = 1 / 40  # share of the time for the first order of a descent: a better one would not adapt any more
+START_SHARE = 1 / 40  # share of the time for the order to begin with: a better one would not adapt any more
 MOVES, NEIGHBOURS = 150, 3  # tabu moves at a time, on this many neighbours
 MAX_EFFORT = 4  # times as many moves where none helps
 EVALUATION_MOVES = 4  # evaluating a neighbour takes as long as this many moves
@@ -90,19 +97,16 @@ class StageProblem:
         return max(head + self.m * each for head, each in zip(first_arrival, work, strict=True))
 
 
-def find_order(
-    stages: StageProblem, *, seconds: float, seed: int = 0, choose_recompute: bool = False
-) -> SearchResult | None:
+def find_order(stages: StageProblem, seconds: float, seed: int = 0) -> SearchResult | None:
     """Search a schedule; None if none is found within the memory.
 
-    With ``choose_recompute`` the search decides what is recomputed. Up to ``DETERMINISTIC_ACTIONS`` actions the result
-    does not depend on the speed of the machine.
+    Up to ``DETERMINISTIC_ACTIONS`` actions the result does not depend on the speed of the machine.
     """
     actions = 3 * len(stages.placement) * stages.m
     try:
         return auto(
             stages.costs, stages.placement, stages.m, cap=stages.cap, edges=stages.edges, seconds=seconds, seed=seed,
-            recompute=None if choose_recompute else stages.recomputed, repeatable=actions <= DETERMINISTIC_ACTIONS,
+            recompute=stages.recomputed, repeatable=actions <= DETERMINISTIC_ACTIONS,
         )  # fmt: skip
     except ScheduleError:  # no order within the cap
         return None
@@ -160,12 +164,7 @@ class JointResult:
     recomputed: frozenset[int]
     costs: Costs
     result: SearchResult
-    static: tuple[float, ...]
-
-    @property
-    def memory(self) -> tuple[float, ...]:
-        """Peak bytes of each rank."""
-        return tuple(map(sum, zip(self.static, self.result.peak_memory, strict=True)))
+    memory: tuple[float, ...]  # peak bytes of each rank
 
 
 def joint_search(
@@ -186,7 +185,7 @@ def joint_search(
     """
     search = _Search(segments, ranks, m, placement_of(shape, len(ranks), v), seed)
     search.run(seconds, moves)
-    return search.with_least_memory(min(QUICK, seconds / 40)) if search.found else None
+    return search.best if search.found else None
 
 
 class _Search:
@@ -218,27 +217,11 @@ class _Search:
         if not (moves and adaptable):
             self.try_point(self.best_point, max(QUICK if moves else 0.0, left))
             return
-        left = max(0.0, left - DESCENTS * START_SHARE * seconds)
-        starts = [self.first_order(self.best_point, START_SHARE * seconds, turn) for turn in range(DESCENTS)]
-        randoms = [Random(self.seed + turn) for turn in range(DESCENTS)]
-        ends = [self.alternate(*start, 0.5 * left / DESCENTS) for start in zip(starts, randoms, strict=True)]
-        best, random = min(zip(ends, randoms, strict=True), key=lambda pair: pair[0].seconds)
+        start, random = self.first_order(self.best_point, START_SHARE * seconds), Random(self.seed)
+        left = max(0.0, left - START_SHARE * seconds)
+        best = self.alternate(start, random, 0.5 * left)
         self.add_adapted(best.improved(int(0.25 * left / best.stages.seconds_per_move), random))
-        choose_recompute = self.ranks.recompute is None and bool(best.point[1])
-        self.try_point(best.point, 0.25 * left, choose_recompute=choose_recompute)
-
-    def with_least_memory(self, seconds: float) -> JointResult:
-        """The best result; with an order that needs no more memory than 1F1B, if that takes as long."""
-        best = self.best
-        stages = None if best.recomputed else self.stages((best.cuts, best.recomputed))
-        if stages is None or stages.cap is None:
-            return best
-        found = find_order(replace(stages, memory=(inf,) * len(stages.memory)), seconds=seconds, seed=self.seed)
-        if found is None or max(found.peak_memory) >= max(best.result.peak_memory):
-            return best
-        fits = all(peak <= limit for peak, limit in zip(found.peak_memory, stages.memory, strict=True))
-        same = found.makespan <= best.result.makespan * (1 + 1e-9)
-        return replace(best, result=found) if fits and same else best
+        self.try_point(best.point, 0.25 * left)
 
     def stages(self, point: Point) -> StageProblem | None:
         """The scheduling problem of a point; None if a rank has no memory for the static bytes."""
@@ -251,15 +234,11 @@ class _Search:
             self._stages[point] = None if min(left) < 0 else problem
         return self._stages[point]
 
-    def try_point(
-        self, point: Point, seconds: float, turn: int = 0, *, choose_recompute: bool = False
-    ) -> SearchResult | None:
-        """Search an order for a point; with ``choose_recompute``, for its cuts only."""
+    def try_point(self, point: Point, seconds: float) -> SearchResult | None:
+        """Search an order for a point."""
         stages = self.stages(point)
-        if stages is None or seconds <= 0:
-            return None
-        found = find_order(stages, seconds=seconds, seed=self.seed + turn, choose_recompute=choose_recompute)
-        if found is not None:
+        found = None if stages is None or seconds <= 0 else find_order(stages, seconds, self.seed)
+        if stages is not None and found is not None:
             self.add(point, stages, found)
         return found
 
@@ -268,13 +247,14 @@ class _Search:
         if old is None or found.makespan < old.result.makespan * (1 - 1e-12):
             static = rank_static_bytes(self.segments, self.placement, point[0], len(self.ranks))
             recomputed = frozenset(a.stage for order in found.schedule.orders for a in order if a.kind == "R")
-            self.found[point] = JointResult(point[0], recomputed, stages.costs, found, static)
+            memory = tuple(map(sum, zip(static, found.peak_memory, strict=True)))
+            self.found[point] = JointResult(point[0], recomputed, stages.costs, found, memory)
 
-    def first_order(self, point: Point, seconds: float, turn: int) -> AdaptedSchedule:
+    def first_order(self, point: Point, seconds: float) -> AdaptedSchedule:
         """One more order for a point."""
         stages = self.stages(point)
         assert stages is not None
-        found = self.try_point(point, seconds, turn) or self.found[point].result
+        found = self.try_point(point, seconds) or self.found[point].result
         return AdaptedSchedule.of(point, stages, found.schedule, self.ranks.recompute is None)
 
     def alternate(self, current: AdaptedSchedule, random: Random, seconds: float) -> AdaptedSchedule:

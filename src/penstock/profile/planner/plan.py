@@ -28,9 +28,9 @@ from penstock.profile.measure import OptimizerLike, measure_costs
 from penstock.profile.planner.result import PlanResult
 from penstock.profile.planner.search import Cluster, configurations, device_grids, search
 from penstock.split import chain_of
-from penstock.split.chain import LayerChain, build_plan
+from penstock.split.plan import LayerChain, build_plan
 from penstock.split.sample import sample_inputs
-from penstock.train.devices import assign_devices
+from penstock.train.build import assign_devices
 from penstock.train.mesh import Mesh
 
 _STORE_TIMEOUT = timedelta(minutes=30)
@@ -257,9 +257,8 @@ def _check_costs(costs: Profile | ModelCosts | str | Path, chain: LayerChain) ->
     for i, (cost, layer) in enumerate(zip_longest(names, chain.layers)):
         if cost != layer:
             raise PlanError(
-                f"the costs are of {len(names)} layers ({names[0]} … {names[-1]}), but the model has "
-                f"{len(chain.layers)} ({chain.layers[0]} … {chain.layers[-1]}), and number {i} is {cost!r} here and "
-                f"{layer!r} there: they are those of another model"
+                f"the costs are of {len(names)} layers, but the model has {len(chain.layers)}, and number {i} is "
+                f"{cost!r} here and {layer!r} there: they are those of another model"
             )
     return costs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from penstock import _registry
 from penstock.errors import PenstockError, PlanError
 from penstock.format import format_size, format_table, format_time
-from penstock.profile.planner.segments import Cuts
+from penstock.profile.planner.cuts import Cuts
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.simulate import Prediction, Simulation, simulate
@@ -59,7 +59,7 @@ class Candidate:
     lower_bound: float  # no order of these stages is faster
     memory: tuple[float, ...]  # peak bytes of each rank
     bubble: float
-    costs: Costs | None = None  # of its stages and edges
+    costs: Costs  # of its stages and edges
     saved: tuple[float, ...] | None = None  # peak bytes saved for backwards; None where activations are recomputed
 
     @property
@@ -133,8 +133,6 @@ class PlanResult:
     def simulation(self) -> Simulation:
         """The predicted step, without the all-reduce of gradients over replicas at its end."""
         costs = self.best.costs
-        if costs is None:
-            raise PlanError("this plan was saved without the costs of its stages: plan it again")
         edges = tuple(costs.bytes) if isinstance(costs.bytes, Mapping) else None
         return simulate(self.schedule, costs, edges)
 
@@ -159,11 +157,17 @@ class PlanResult:
         recomputed = ""
         if best.recomputed and not best.configuration.recompute:
             recomputed = f", stages {', '.join(map(str, best.recomputed))} recomputed"
+        names = [g[0] if len(g) == 1 else f"{g[0]} … {g[-1]} ({len(g)})" for g in self.groups]
+        ranks = []
+        for rank, memory in enumerate(self.memory):
+            own = self.schedule.stages_of(rank)
+            layers = " | ".join(names[stage] for stage in own)
+            ranks.append((str(rank), " ".join(map(str, own)), layers, format_size(memory)))
         lines = [
             f"{best.configuration}{recomputed}",
             f"a step of {format_time(best.seconds)}, {best.bubble:.1%} of it idle ({certain})",
             "",
-            *format_table(["rank", "stages", "layers", "memory"], self._ranks(), right={0, 3}),
+            *format_table(["rank", "stages", "layers", "memory"], ranks, right={0, 3}),
         ]
         if self.others:
             rows = [
@@ -180,27 +184,18 @@ class PlanResult:
         html: str = _registry.viz().plan_result_html(self)
         return html
 
-    def _ranks(self) -> list[tuple[str, ...]]:
-        names = [g[0] if len(g) == 1 else f"{g[0]} … {g[-1]} ({len(g)})" for g in self.groups]
-        rows: list[tuple[str, ...]] = []
-        for rank, memory in enumerate(self.memory):
-            own = self.schedule.stages_of(rank)
-            layers = " | ".join(names[stage] for stage in own)
-            rows.append((str(rank), " ".join(map(str, own)), layers, format_size(memory)))
-        return rows
-
     def save(self, path: str | Path) -> None:
         """Write a JSON file, which every rank can read."""
         Path(path).write_text(self.to_json())
 
     def to_json(self) -> str:
-        best = asdict(replace(self.best, schedule=Schedule("", (), (), 0), costs=None))
-        del best["schedule"]
-        best["costs"] = None if self.best.costs is None else self.best.costs.to_data()
+        best = {one.name: getattr(self.best, one.name) for one in fields(self.best)}
+        best["configuration"] = asdict(self.configuration)
         data = {
             "penstock_plan_result": FORMAT,
             **best,
             "schedule": to_text(self.schedule),
+            "costs": self.best.costs.to_data(),
             "others": [asdict(one) for one in self.others],
             "layers": self.layers,
             "plan": None if self.plan is None else json.loads(self.plan.to_json()),
@@ -232,8 +227,8 @@ class PlanResult:
                 data["lower_bound"],
                 tuple(data["memory"]),
                 data["bubble"],
-                costs=None if data.get("costs") is None else Costs.from_data(data["costs"]),
-                saved=None if data.get("saved") is None else tuple(data["saved"]),
+                Costs.from_data(data["costs"]),
+                None if data["saved"] is None else tuple(data["saved"]),
             )
             others = tuple(Rejection(Configuration(**one.pop("configuration")), **one) for one in data["others"])
             plan = None if data["plan"] is None else Plan._from_data(data["plan"])

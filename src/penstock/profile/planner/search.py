@@ -16,10 +16,9 @@ from math import inf
 from penstock.errors import PlanError
 from penstock.format import format_size_exact
 from penstock.profile.costs import Link, ModelCosts
-from penstock.profile.planner.cuts import least_memory, placement_of
+from penstock.profile.planner.cuts import Ranks, Segments, least_memory, placement_of
 from penstock.profile.planner.joint import joint_search
 from penstock.profile.planner.result import Candidate, Configuration, Rejection
-from penstock.profile.planner.segments import Ranks, Segments
 from penstock.schedule.simulate import simulate
 
 EVALUATED = 16  # configurations that get cuts and a schedule
@@ -163,7 +162,8 @@ class _Evaluation:
         forward = sum(layer.forward for layer in layers) / max(speed)
         fill = forward * (1 - 1 / p) / v + (p - 1) * segments.costs.link.latency
         gradients = sum(layer.gradients for layer in layers) / p
-        self.estimate = max(self.lower_bound, m * (share + imbalance)) + fill + self._all_reduce_seconds(gradients)
+        reduce = self.replica_link.all_reduce_seconds(gradients, configuration.data)
+        self.estimate = max(self.lower_bound, m * (share + imbalance)) + fill + reduce
 
     def evaluate(self, seconds: float, seed: int, *, moves: bool) -> Candidate | None:
         """Search cuts and a schedule; None if none fits the memory."""
@@ -181,7 +181,7 @@ class _Evaluation:
         gradients = [0.0] * configuration.pipe
         for rank, (i, j) in zip(self.placement, pairwise((0, *found.cuts)), strict=True):
             gradients[rank] += self.segments.total("gradients", i, j)
-        reduced = map(self._all_reduce_seconds, gradients)
+        reduced = [self.replica_link.all_reduce_seconds(size, configuration.data) for size in gradients]
         end = max(ends[-1] + seconds for ends, seconds in zip(simulation.ends, reduced, strict=True))
         saved = None if found.recomputed else tuple(simulate(schedule, replace(costs, keep=1.0), edges).peak_memory)
         return Candidate(
@@ -203,10 +203,6 @@ class _Evaluation:
         kept = segments.activation_bytes(0, segments.n)
         shared = segments.static_bytes(0, segments.n) + (kept if self.configuration.recompute is False else 0.0)
         return shared / p + kept / segments.n
-
-    def _all_reduce_seconds(self, size: float) -> float:
-        """Seconds to all-reduce gradients of ``size`` bytes over the replicas."""
-        return self.replica_link.all_reduce_seconds(size, self.configuration.data)
 
     def _reject(self, required: float) -> None:
         limit = max(self.ranks.memory)

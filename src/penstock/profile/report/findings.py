@@ -1,22 +1,389 @@
-"""The findings of a report as data: idle times, memory peaks, use of edges, advice."""
+"""The findings of a report: idle time by cause, memory peaks, use of edges, and simulated advice.
+
+Every second in which a rank works on no action has one cause:
+
+    rank 0  ▕0F0▏▕0F1▏·······fill·······▕0B0▏··imbalance··▕0B1▏     waits that stages of equal time would have, too,
+    rank 1  fill ▕1F0▏▕1F1▏ h ▕1B0▏                                 are fill or drain; the rest is imbalance
+                            └ host: no message is awaited
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from statistics import fmean, median
+from typing import Any
 
-from penstock.errors import PenstockError, PlanError
-from penstock.profile.report.advice import CAUSES, MIN_SAVING, Advice, Idle, Repartition, advise, better_cut, idle_times
+from penstock.errors import PenstockError, PlanError, ScheduleError
 from penstock.profile.trace.analysis import TraceData, milliseconds, plural, traced_messages, typical_steps
-from penstock.profile.trace.records import (
-    RankRecord,
-    StepRecord,
-    pending_backwards,
-)
-from penstock.schedule.simulate import Simulation
+from penstock.profile.trace.records import ActionRecord, RankRecord, StepRecord, covered_seconds, pending_backwards
+from penstock.schedule.costs import Costs
+from penstock.schedule.recompute import with_recompute
+from penstock.schedule.registry import SCHEDULES, build
+from penstock.schedule.schedule import BACKWARD, Action, Schedule
+from penstock.schedule.search import auto
+from penstock.schedule.simulate import Simulation, simulate
+from penstock.split.balance import partition
+
+CAUSES = ("fill", "drain", "imbalance", "communication", "host")
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The time of a rank between the first action of its pipeline in a step and the last, in seconds.
+
+    ``busy`` is the time in actions. The rest of ``total`` is idle, and is the sum of these:
+
+    - ``fill``: before its first action; and waits for a computing peer up to the rank's first backward, as far as they
+      would exist if all stages took the same time.
+    - ``drain``: after its last action; and such waits after its first backward.
+    - ``imbalance``: waits for a computing peer beyond those that stages of equal time would have.
+    - ``communication``: the peer is done and its message has not arrived, or a send is not complete.
+    - ``host``: no message is awaited: launching, sending, Python.
+
+    If a trace lacks some ranks, all waits for a computing peer are imbalance.
+    """
+
+    track: int
+    total: float
+    busy: float
+    fill: float
+    drain: float
+    imbalance: float
+    communication: float
+    host: float
+
+    @property
+    def idle(self) -> float:
+        return self.total - self.busy
+
+    @property
+    def causes(self) -> dict[str, float]:
+        return {cause: getattr(self, cause) for cause in CAUSES}
+
+
+def idle_times(trace: TraceData, step: StepRecord) -> list[Idle]:
+    """For each rank with actions in ``step``."""
+    messages = [message for message in traced_messages(trace, step) if message.wait is not None]
+    sent_at = {id(message.wait): message.source.end for message in messages}
+    even = _even_gaps(trace, step)
+    found = []
+    for replica in trace.replicas:
+        parts = step.of(trace.replica(replica))
+        first = min((part.actions[0].start for part in parts), default=0.0)
+        last = max((done.end for part in parts for done in part.actions), default=0.0)
+        for part in parts:
+            causes = dict.fromkeys(CAUSES, 0.0)
+            now, phase = first, "fill"
+            for number, done in enumerate(part.actions):
+                gap = max(0.0, done.start - now)
+                computing, waiting = _waits(done, now, sent_at) if number else (gap, gap)
+                own = min(computing, even.get(done.action, 0.0)) if number else gap
+                causes[phase] += own
+                causes["imbalance"] += computing - own
+                causes["communication"] += waiting - computing
+                causes["host"] += gap - waiting
+                phase = "drain" if done.action.kind in BACKWARD else phase
+                now = max(now, done.end)
+            causes["drain"] += last - now
+            busy = last - first - sum(causes.values())
+            found.append(Idle(part.track, last - first, busy, **causes))
+    return found
+
+
+def _waits(done: ActionRecord, now: float, sent_at: Mapping[int, float]) -> tuple[float, float]:
+    """Seconds from ``now`` to an action in which a peer still computes, and in which there is any wait."""
+    clipped = [(wait, max(wait.start, now), min(wait.end, done.start)) for wait in done.waits]
+    waiting = covered_seconds((start, end) for _, start, end in clipped)
+    computing = covered_seconds(
+        (start, min(end, sent_at.get(id(wait), end))) for wait, start, end in clipped if wait.what == "message"
+    )
+    return min(computing, waiting), waiting
+
+
+def _even_gaps(trace: TraceData, step: StepRecord) -> dict[Action, float]:
+    """Idle seconds before each action if all stages took the same time and messages none."""
+    places = [track.place for track in trace.tracks]
+    schedule = trace.schedule
+    try:
+        costs = trace.costs()
+        times = {name: fmean(costs.of_stages(name, schedule.num_stages)) for name in ("f", "i", "w", "b")}
+        recompute = fmean(costs.durations(schedule.num_stages)["R"])
+        replica = trace.tracks[step.of(range(len(trace.tracks)))[0].track].replica
+        order = step.schedule(schedule.name, schedule.placement, places, trace.replica(replica))
+        even = simulate(order, Costs(**times, r=recompute), trace.edges)
+    except PenstockError:  # records of one rank only, or of half of a call
+        return {}
+    gaps = {}
+    for actions, starts, ends in zip(even.schedule.orders, even.starts, even.ends, strict=True):
+        for action, start, before in zip(actions, starts, (0.0, *ends), strict=False):
+            gaps[action] = start - before
+    return gaps
+
+
+# ── cuts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Repartition:
+    """Layers per stage before and after, with the new ``costs``; ``saved`` is a fraction of the step time."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    costs: Costs
+    saved: float
+
+    @property
+    def text(self) -> str:
+        after, before = (", ".join(map(str, sizes)) for sizes in (self.after, self.before))
+        return f"a cut into stages of {after} layers, not {before},"
+
+
+def layers_of(trace: TraceData) -> list[tuple[str, ...]] | None:
+    """The names of the layers of each stage; None if the trace's plan does not have them all."""
+    stages = trace.plan.get("stages", [])
+    if len(stages) != trace.schedule.num_stages or not all(stage["layers"] for stage in stages):
+        return None
+    return [tuple(map(str, stage["layers"])) for stage in stages]
+
+
+def stage_seconds(costs: Costs, num_stages: int, trains: bool) -> list[float]:
+    """Seconds of forward and backward of one micro-batch per stage."""
+    times = costs.durations(num_stages)
+    return [f + b for f, b in zip(times["F"], times["B"], strict=True)] if trains else times["F"]
+
+
+def better_cut(trace: TraceData, base: Simulation) -> Repartition | None:
+    """The most even cut, assuming equal layers within a stage; None if it is not faster or layers are unknown.
+
+    Messages keep their size and time. No rank stores more than the fullest one does now.
+    """
+    groups = layers_of(trace)
+    if groups is None or sum(map(len, groups)) == len(groups):
+        return None
+    before = tuple(map(len, groups))
+    seconds = stage_seconds(base.costs, len(groups), base.schedule.trains)
+    shares = [s / count for s, count in zip(seconds, before, strict=True) for _ in range(count)]
+    after = tuple(partition(shares, len(groups)))
+    costs = recut(base.costs, before, after)
+    found = simulate(base.schedule, costs, trace.edges)
+    fits = max(found.peak_memory) <= max(base.peak_memory) * _SAME
+    return (
+        Repartition(before, after, costs, _saved(base, found.makespan))
+        if fits and found.makespan < base.makespan
+        else None
+    )
+
+
+def recut(costs: Costs, before: Sequence[int], after: Sequence[int]) -> Costs:
+    """The costs of the new stages, if each layer has an equal share of its old stage."""
+    ends = list(accumulate(after))
+
+    def moved(numbers: list[float]) -> list[float]:
+        shares = [number / count for number, count in zip(numbers, before, strict=True) for _ in range(count)]
+        return [sum(shares[end - count : end]) for end, count in zip(ends, after, strict=True)]
+
+    return map_stage_costs(costs, len(before), moved)
+
+
+def map_stage_costs(costs: Costs, num_stages: int, change: Callable[[list[float]], list[float]]) -> Costs:
+    """The costs with ``change`` applied to each list of numbers per stage."""
+    names = [name for name in ("f", "i", "w", "b", "r", "activation") if getattr(costs, name) is not None]
+    changed: dict[str, Any] = {name: tuple(change(costs.of_stages(name, num_stages))) for name in names}
+    return replace(costs, **changed)
+
+
+# ── advice ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+MIN_SAVING = 0.01
+"""The smallest fraction of a step that advice must save."""
+
+SLOW = 1.1  # a rank is slow if it takes this many times as long as others
+_MORE = "more memory"
+_EDGES = 4  # the slowest edges that are considered
+_SAME = 1 + 1e-9  # rounding of equal sums
+_MAX_SEARCHED_ACTIONS = 50_000  # a search of more would take too long
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change as text, and the fraction of a step that it saves, or at most saves if it is a ``bound``."""
+
+    what: str
+    text: str
+    saved: float
+    bound: bool = False
+
+
+def advise(trace: TraceData, idle: Sequence[Idle] = ()) -> list[Advice]:
+    """All changes that save at least ``MIN_SAVING``, sorted: within the current memory, with more, then bounds.
+
+    ``idle`` are the idle times of a step, if known. Steps that cannot be simulated (half of a call, or the records of
+    one rank) give advice from these only.
+    """
+    found = []
+    host = max((rank.host / (rank.total or 1.0) for rank in idle), default=0.0)
+    text = (
+        f"hosts need up to {host:.0%} of a step between actions: fewer and larger micro-batches, fewer programs on the "
+        "machine, or compiled stages save at most that"
+    )
+    found.append(Advice("host", text, host, bound=True))
+    try:
+        base = trace.simulation()
+    except PenstockError:
+        base = None
+    if base is not None and base.makespan:
+        found += [*_schedules(trace, base), *_microbatches(trace, base), *_slow_ranks(trace, base)]
+        found += _edges(trace, base)
+        cut = better_cut(trace, base)
+        if cut is not None:
+            text = f"{cut.text} saves {cut.saved:.0%} (if the layers of a stage cost alike)"
+            found.append(Advice("cut", text, cut.saved))
+    worth = [advice for advice in found if advice.saved >= MIN_SAVING]
+    return sorted(worth, key=lambda advice: (advice.bound, advice.what == _MORE, -advice.saved))
+
+
+def _saved(base: Simulation, makespan: float) -> float:
+    return 1 - makespan / base.makespan
+
+
+# ── schedules ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+    """The best fixed schedule within the current memory, the best with more, and a searched one if it is better."""
+    if not base.schedule.trains:
+        return
+    costs = base.costs
+    if not any(costs.of_stages("activation", base.schedule.num_stages)):
+        costs = replace(costs, activation=1.0)  # count micro-batches in flight, if no bytes are known
+    kept = max(simulate(base.schedule, costs, trace.edges).peak_memory)
+    best, larger = 0.0, Advice("", "", 0.0)
+    now, fixed = base.schedule, []
+    for name in SCHEDULES:
+        with suppress(ScheduleError):  # for other numbers of stages or micro-batches
+            schedule = _same_placement(name, now, now.num_microbatches)
+            if schedule.trains and schedule.placement == now.placement and schedule.orders != now.orders:
+                fixed.append(simulate(schedule, costs, trace.edges))
+    fixed.sort(key=lambda found: found.makespan)
+    split = "" if "W" in trace.order.kinds else " (if a weight's gradient takes half of a backward)"
+    for found in fixed:
+        saved, peak, name = _saved(base, found.makespan), max(found.peak_memory), found.schedule.name
+        note = split if found.schedule.kinds & {"I", "W"} else ""
+        if peak <= kept * _SAME:
+            best = saved
+            yield Advice("schedule", f"schedule {name} saves {saved:.0%} at the same memory{note}", saved)
+            break
+        if not larger.text:
+            more = f"{peak / kept:.2g} times the memory" if kept else "more memory"
+            larger = Advice(_MORE, f"schedule {name} saves {saved:.0%}, with {more}{note}", saved)
+    if larger.saved > best + MIN_SAVING:
+        yield larger
+    if "R" in now.kinds or sum(map(len, now.orders)) > _MAX_SEARCHED_ACTIONS:
+        return
+    with suppress(ScheduleError):  # for orders that auto does not support
+        order = auto(costs, now.placement, now.num_microbatches, cap=kept, edges=trace.edges, seconds=0.4)
+        saved = _saved(base, order.makespan)
+        if saved > best + MIN_SAVING:
+            note = split if order.schedule.kinds & {"I", "W"} else ""
+            yield Advice("schedule", f"schedule auto saves {saved:.0%} at the same memory{note}", saved)
+
+
+def _same_placement(name: str, now: Schedule, m: int) -> Schedule:
+    """The schedule of that name for the ranks and stages of ``now``, with its recomputes."""
+    each, rest = divmod(now.num_stages, now.num_ranks)
+    if rest:
+        raise ScheduleError("some ranks have more stages than others")
+    recomputed = {action[::2] for order in now.orders for action in order if action.kind == "R"}
+    some, last = {stage for stage, _ in recomputed}, now.num_microbatches - 1
+    modes = [
+        "never" if stage not in some else "always" if (stage, last) in recomputed else "except_last"
+        for stage in range(now.num_stages)
+    ]
+    return with_recompute(build(name, now.num_ranks, m, each), modes)
+
+
+# ── micro-batches, cuts, edges, hosts ────────────────────────────────────────────────────────────────────────
+
+
+def _microbatches(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+    """Twice as many micro-batches of half the size, which need no more memory."""
+    now = base.schedule
+    if not now.trains:
+        return
+    m = 2 * now.num_microbatches
+    try:
+        schedule = _same_placement(now.name, now, m)
+    except ScheduleError:  # a custom order
+        return
+    if schedule.placement != now.placement:
+        return
+    halves = map_stage_costs(base.costs, now.num_stages, lambda numbers: [x / 2 for x in numbers])
+    saved = _saved(base, simulate(schedule, halves, trace.edges).makespan)
+    text = f"{m} micro-batches, not {m // 2}, save {saved:.0%} (if one of half the size takes half the time)"
+    yield Advice("micro-batches", text, saved)
+
+
+def _slow_ranks(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+    """Ranks that are slower than others for the same work, except those that share a GPU.
+
+    The same work is one stage in several replicas, or stages with equal numbers of layers and parameters.
+    """
+    stages, plan = trace.schedule.num_stages, trace.plan.get("stages", [])
+    work: list[Hashable] = list(range(stages))
+    if len(plan) == stages:
+        work = [(len(stage["layers"]), stage["parameters"]) for stage in plan]
+    found: dict[tuple[int, int, str], list[float]] = defaultdict(list)  # by track, stage and kind of action
+    for part in (part for step in typical_steps(trace) for part in step.parts):
+        for done in part.actions:
+            found[part.track, done.action.stage, done.action.kind].append(done.seconds)
+    times = {key: median(seconds) for key, seconds in found.items()}
+    durations = base.costs.durations(stages)
+    pooled = [sum(durations[kind][stage] for kind in base.schedule.kinds) for stage in range(stages)]
+
+    def makespan(seconds: Mapping[int, float]) -> float:
+        """The time of a step if these stages took so many seconds for a micro-batch."""
+        factors = [seconds.get(stage, usual) / (usual or 1.0) for stage, usual in enumerate(pooled)]
+        costs = map_stage_costs(base.costs, stages, lambda numbers: list(map(mul, numbers, factors)))
+        return simulate(base.schedule, costs, trace.edges).makespan
+
+    shared = {track for tracks in trace.shared_gpus for track in tracks}
+    for track in sorted(set(range(len(trace.tracks))) - shared):
+        own: dict[int, float] = defaultdict(float)
+        others: dict[int, float] = defaultdict(float)
+        for (t, stage, kind), seconds in times.items():
+            peers = [s for (o, x, k), s in times.items() if o != track and k == kind and work[x] == work[stage]]
+            if t == track and peers:
+                own[stage] += seconds
+                others[stage] += median(peers)
+        factor = sum(own.values()) / (sum(others.values()) or float("inf"))
+        if factor > SLOW:
+            saved = 1 - makespan(others) / makespan(own)
+            text = f"rank {trace.tracks[track].rank} takes {factor:.2f} times as long as others for the same work"
+            yield Advice("slow rank", f"{text}: as fast as they are, it saves {saved:.0%}", saved)
+
+
+def _edges(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+    """An upper bound of the saving by faster links, for the slowest edges."""
+    costs, placement = base.costs, base.schedule.placement
+    channels = [(src, dst) for src, dst in trace.edges if placement[src] != placement[dst]]
+    slowest = sorted(channels, key=lambda edge: -costs.of_edge("latency", edge))[:_EDGES]
+    for edge in (edge for edge in slowest if costs.of_edge("latency", edge)):
+        latency = {other: costs.of_edge("latency", other) * (other != edge) for other in trace.edges}
+        saved = _saved(base, simulate(base.schedule, replace(costs, latency=latency), trace.edges).makespan)
+        takes = milliseconds(costs.of_edge("latency", edge))
+        text = (
+            f"messages from stage {edge[0]} to stage {edge[1]} and back take {takes} each: a faster link, or a cut "
+            f"where less crosses, saves at most {saved:.0%}"
+        )
+        yield Advice("edge", text, saved, bound=True)
+
+
+# ── findings ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -132,10 +499,10 @@ def analyze(trace: TraceData) -> Findings:
     cut = None if simulation is None else better_cut(trace, simulation)
     peaks = [memory_peak(part, trace.saved) for part in step.of(range(len(trace.tracks)))]
     known = [peak for peak in peaks if peak is not None]
-    return Findings(trace, step, idle, known, _edges(trace, step), advise(trace, idle), simulation, cut)
+    return Findings(trace, step, idle, known, _edge_use(trace, step), advise(trace, idle), simulation, cut)
 
 
-def _edges(trace: TraceData, step: StepRecord) -> list[EdgeUse]:
+def _edge_use(trace: TraceData, step: StepRecord) -> list[EdgeUse]:
     found = defaultdict(list)
     for message in traced_messages(trace, step):
         found[message.edge].append(message)

@@ -147,7 +147,7 @@ const times = document.getElementById("step-times");
 function mark() {
   const number = data.steps.indexOf(now);
   for (const bar of times ? times.querySelectorAll("[data-step]") : []) {
-    bar.classList.toggle("chosen", bar.dataset.step <= number && number <= bar.dataset.last);
+    bar.classList.toggle("chosen", bar.dataset.step === String(number));
   }
 }
 function go(number) {

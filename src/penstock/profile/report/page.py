@@ -11,8 +11,7 @@ from string import Template
 from typing import Any
 
 from penstock.format import format_size
-from penstock.profile.report.advice import CAUSES, MIN_SAVING, layers_of, stage_seconds
-from penstock.profile.report.findings import Findings, analyze
+from penstock.profile.report.findings import CAUSES, MIN_SAVING, Findings, analyze, layers_of, stage_seconds
 from penstock.profile.trace.analysis import (
     TraceData,
     milliseconds,
@@ -30,7 +29,6 @@ from penstock.profile.trace.records import ACTION_NAMES, ActionRecord, RankRecor
 MAX_ACTIONS = 10_000
 """The limit for all timelines of a page together, unless one step has more: about a megabyte."""
 
-_MAX_BARS = 400  # of more steps, a bar shows the slowest of several
 _BAR_HEIGHT = 40
 
 
@@ -66,9 +64,8 @@ def step_picker(findings: Findings) -> str:
         text = f"{step.name}: {milliseconds(step.seconds)}" + (f" ({about})" if about else "")
         selected = " selected" if step is findings.step else ""
         options.append(f'<option value="{number}"{selected}>{escape(text)}</option>')
-    each = -(-len(all_steps) // _MAX_BARS)
-    words = "Each bar is a step" if each == 1 else f"Each bar is the slowest of {each} steps"
-    words += f": {plural(len(all_steps), 'step')} of {milliseconds(fastest.seconds)} to {milliseconds(slowest.seconds)}"
+    times = f"{milliseconds(fastest.seconds)} to {milliseconds(slowest.seconds)}"
+    words = f"Each bar is a step: {plural(len(all_steps), 'step')} of {times}"
     if len(shown) < len(all_steps):
         words += f". {len(shown)} of them, in colour, have a timeline here"
     return (
@@ -76,22 +73,20 @@ def step_picker(findings: Findings) -> str:
         '<div role="group" aria-label="Step" class="buttons">'
         '<button type="button" data-do="before" aria-label="Previous step">‹</button> '
         '<button type="button" data-do="after" aria-label="Next step">›</button></div></div>'
-        + _bars(all_steps, shown, each, words)
+        + _bars(all_steps, shown, words)
         + f'<p class="note">{escape(words)}. The rest of this page is of {escape(findings.step.name)}.</p>'
     )
 
 
-def _bars(steps: Sequence[StepRecord], shown: Sequence[StepRecord], each: int, words: str) -> str:
-    """A bar chart of durations, each bar for ``each`` steps; steps that are shown can be chosen."""
+def _bars(steps: Sequence[StepRecord], shown: Sequence[StepRecord], words: str) -> str:
+    """A bar chart of durations; steps that are shown can be chosen."""
     number_of = {id(step): number for number, step in enumerate(shown)}
     most = max(step.seconds for step in steps) or 1.0
     bars = []
-    for x, begin in enumerate(range(0, len(steps), each)):
-        group = steps[begin : begin + each]
-        height = max(step.seconds for step in group) / most * _BAR_HEIGHT
-        numbers = [number_of[id(step)] for step in group if id(step) in number_of]
+    for x, step in enumerate(steps):
+        height = step.seconds / most * _BAR_HEIGHT
         place = f'x="{x + 0.1}" y="{_BAR_HEIGHT - height:.2f}" width="0.8" height="{height:.2f}"'
-        choice = f' data-step="{numbers[0]}" data-last="{numbers[-1]}"' if numbers else ""
+        choice = f' data-step="{number_of[id(step)]}"' if id(step) in number_of else ""
         bars.append(f"<rect {place}{choice}/>")
     return (
         f'<svg id="step-times" role="img" aria-label="{escape(words)}" '
@@ -179,9 +174,8 @@ def _tiles(findings: Findings) -> str:
         most = max(findings.peaks, key=lambda peak: peak.bytes)
         kind = "saved for backwards" if trace.memory == "saved" else trace.memory
         tiles.append((format_size(most.bytes), f"most {kind}, on {rank_name(trace, most.track)}"))
-    first = next(iter(findings.advice), None)
-    gain = "–" if first is None else f"{'≤ ' * first.bound}{first.saved:.0%}"
-    tiles.append((gain, "the first advice saves"))
+    for first in findings.advice[:1]:
+        tiles.append((f"{'≤ ' * first.bound}{first.saved:.0%}", "the first advice saves"))
     return "".join(f'<div class="tile"><b>{escape(a)}</b><span>{escape(b)}</span></div>' for a, b in tiles)
 
 
@@ -216,7 +210,7 @@ def _bubble(findings: Findings) -> str:
 
 
 def _memory(findings: Findings) -> str:
-    trace, simulation = findings.trace, findings.simulation
+    trace = findings.trace
     if not findings.peaks:
         return "<p>The memory of this run is not known.</p>"
     rows = []
@@ -228,12 +222,10 @@ def _memory(findings: Findings) -> str:
         ]
         if peak.rest:
             inside.append(f"{format_size(peak.rest)} of parameters, gradients, optimizer and others")
-        place = trace.tracks[peak.track].place
-        expected = "" if simulation is None else format_size(simulation.peak_memory[place])
         who = escape(rank_name(trace, peak.track))
-        rows.append([who, format_size(peak.bytes), escape(peak.after), escape("; ".join(inside)) or "–", expected])
-    head = ["rank", "peak", "after", "what it is", "simulated, of activations"]
-    return _table(head, rows, "The moment in which each rank keeps most.", texts=[3])
+        rows.append([who, format_size(peak.bytes), escape(peak.after), escape("; ".join(inside)) or "–"])
+    head = ["rank", "peak", "after", "composition"]
+    return _table(head, rows, "The action after which each rank keeps most.", texts=[3])
 
 
 def _stages(findings: Findings) -> str:
@@ -293,15 +285,9 @@ def _plan(trace: TraceData) -> str:
         sizes = f"{int(stage['parameters']):,}", format_size(float(stage["bytes"]))
         layers = escape(", ".join(map(str, stage["layers"])))
         rows.append([str(number), rank, escape(str(devices[number])) or "–", *sizes, layers])
-    ties = [" = ".join(map(str, tie["names"])) for tie in trace.plan.get("ties", [])]
-    shared = f"<p>Shared between stages: {escape('; '.join(ties))}</p>" if ties else ""
-    tracks = [
-        [escape(rank_name(trace, t)), escape(track.device), f"{track.clock_error * 1e6:.1f} µs"]
-        for t, track in enumerate(trace.tracks)
-    ]
-    plan = _table(["stage", "rank", "device", "parameters", "bytes", "layers"], rows, texts=[2, 5]) if rows else ""
-    ranks = _table(["rank", "device", "clock known to"], tracks, texts=[1])
-    return (plan or "<p>The trace has no plan.</p>") + shared + ranks
+    if not rows:
+        return "<p>The trace has no plan.</p>"
+    return _table(["stage", "rank", "device", "parameters", "bytes", "layers"], rows, texts=[2, 5])
 
 
 def write_report(trace: TraceData, path: str | Path) -> Findings:

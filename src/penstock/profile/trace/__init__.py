@@ -45,9 +45,7 @@ class Trace(TraceData):
         except ValueError as error:
             raise PlanError(f"{path} is not a saved trace, nor JSON at all: {error}") from error
         if not isinstance(data, dict) or "penstock_trace" not in data:
-            chrome = isinstance(data, dict) and "traceEvents" in data
-            what = "trace.chrome wrote it, for Perfetto" if chrome else "something else wrote it"
-            raise PlanError(f"{path} is not a saved trace: {what}, and trace.save writes what can be read here")
+            raise PlanError(f"{path} is not a saved trace: trace.save writes them, and trace.chrome does not")
         try:
             return cls.from_data(data)
         except PlanError as error:
@@ -127,9 +125,20 @@ class Trace(TraceData):
 
     def table(self, path: str | Path | None = None) -> Sequence[Mapping[str, Any]]:
         """A row for each action; with ``path`` also written as ``.json`` or, with pyarrow, as ``.parquet``."""
-        rows = _rows(self)
-        if path is not None:
-            _write_rows(rows, Path(path))
+        rows, target = _rows(self), None if path is None else Path(path)
+        if target is None:
+            return rows
+        if target.suffix == ".json":
+            target.write_text(json.dumps(rows))
+        elif target.suffix == ".parquet":
+            try:
+                import pyarrow  # type: ignore[import-not-found,import-untyped,unused-ignore]
+                import pyarrow.parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
+            except ImportError as error:
+                raise PlanError("to write .parquet, pyarrow is needed: pip install pyarrow, or write .json") from error
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), target)
+        else:
+            raise PlanError(f"a table is written as .json or .parquet, not as {target.name!r}")
         return rows
 
     def report(self, path: str | Path) -> Findings:
@@ -250,17 +259,3 @@ def _rows(trace: Trace) -> list[dict[str, Any]]:
                 row |= {"sent": sum(sent.bytes for sent in done.sends), "received": received[id(done)]}
                 found.append({**row, "memory": done.memory})
     return found
-
-
-def _write_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    if path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-        return
-    if path.suffix != ".parquet":
-        raise PlanError(f"a table is written as .json or .parquet, not as {path.name!r}")
-    try:
-        import pyarrow  # type: ignore[import-not-found,import-untyped,unused-ignore]
-        import pyarrow.parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    except ImportError as error:
-        raise PlanError("to write .parquet, pyarrow is needed: pip install pyarrow, or write .json") from error
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)

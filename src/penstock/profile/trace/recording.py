@@ -12,7 +12,6 @@ from types import TracebackType
 
 import torch
 
-from penstock import __version__
 from penstock.engine.executor import Executor
 from penstock.engine.recorder import ProgramRecord, RecordedRun, StepRecorder
 from penstock.errors import PlanError
@@ -32,6 +31,7 @@ from penstock.schedule.simulate import Prediction
 from penstock.split.plan import Plan
 from penstock.train.launch import is_rank0, print0
 from penstock.train.mesh import Mesh
+from penstock.version import __version__
 
 Clock = Callable[[int], float]  # the seconds that a number on this process's clock stands for
 

@@ -16,10 +16,9 @@ from torch import Tensor, fx, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.errors import PlanError
-from penstock.split.chain import Groups, LayerChain, bind_arguments
 from penstock.split.lazy import build
 from penstock.split.marks import Block
-from penstock.split.plan import Edge
+from penstock.split.plan import Edge, Groups, LayerChain, bind_arguments
 from penstock.split.trace.automatic import automatic
 from penstock.split.trace.call import Call, Parameters, key_of
 from penstock.split.trace.cut_policy import CutPolicy, Cuts, Marks, Modules

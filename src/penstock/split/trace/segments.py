@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from penstock.errors import PlanError
-from penstock.split.chain import Groups
+from penstock.split.plan import Groups
 from penstock.split.trace.inplace import changed_by, roots
 from penstock.split.trace.marks import Recording
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.split.chain import Groups
-
-if TYPE_CHECKING:
-    from penstock.split.trace.line import TraceChain
+from penstock.split.plan import Groups
 
 VARIANT = "penstock: called as"
 """The key under which the kind of call crosses to the next stage, where it is not the usual kind."""
@@ -60,7 +57,7 @@ class Mirror(nn.Module):
 class _Code:
     """What a stage runs; shared by its copies."""
 
-    def __init__(self, line: TraceChain, groups: Groups, index: int) -> None:
+    def __init__(self, line: Any, groups: Groups, index: int) -> None:
         self.line = line
         self.groups = tuple(tuple(layers) for layers in groups)
         self.index = index
@@ -77,7 +74,7 @@ class TracedStage(Mirror):
 
     def __init__(
         self,
-        line: TraceChain,
+        line: Any,
         groups: Groups,
         index: int,
         modules: Mapping[str, nn.Module],

@@ -9,12 +9,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from penstock.split.marks import Block
 
 
 class Recorder(Protocol):
@@ -22,11 +19,11 @@ class Recorder(Protocol):
 
     def mark(self, point: Any, value: Any) -> Any: ...
 
-    def enter(self, block: Block) -> None: ...
+    def enter(self, block: Any) -> None: ...
 
     def leave(self) -> None: ...
 
-    def begin(self, block: Block) -> None: ...
+    def begin(self, block: Any) -> None: ...
 
 
 _here = threading.local()

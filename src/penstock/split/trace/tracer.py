@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from penstock.errors import PlanError
 from penstock.split.lazy import Lazy
 from penstock.split.marks import Block, CutPoint, begin_block_of, forward_block_of
-from penstock.split.module_state import ModuleState
+from penstock.split.sample import ModuleState
 from penstock.split.trace.call import Call
 from penstock.split.trace.context import AMBIENT, ambient, context_now
 from penstock.split.trace.errors import cannot_trace, mentions_marks

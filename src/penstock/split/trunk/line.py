@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import PlanError
-from penstock.split.chain import Groups, LayerChain
-from penstock.split.plan import Edge
+from penstock.split.plan import Edge, Groups, LayerChain
 from penstock.split.trunk.find import find_trunk, trunk_name
 from penstock.split.trunk.layout import Layout
 from penstock.split.trunk.stage import TrunkStage

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import PlanError
-from penstock.split.chain import CountedOutput
+from penstock.split.sample import CountedOutput
 from penstock.split.trunk.assembly import Assembly
 from penstock.split.trunk.blank import describe, tensors
 from penstock.split.trunk.layout import Layout
