@@ -11,11 +11,11 @@ import penstock
 
 NAMES = """
     split Plan flatten cut CutPoint Block BeginBlock BlockFunction Stage Lazy balance_by_size balance_by_time
-    skippable stash pop Namespace verify_skippables SkipError SkipUseError
+    skippable stash pop Namespace
     Pipeline StepResult Mesh Offload DataLoader GradScaler init progress print0 is_distributed Broadcast
-    current_microbatch is_checkpointing is_recomputing keep defer_weight_grad
+    current_microbatch is_recomputing keep
     Schedule Action plan PlanResult Trace
-    PenstockError PlanError ScheduleError PipelineError
+    PenstockError PlanError ScheduleError PipelineError __version__
 """
 
 

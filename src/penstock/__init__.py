@@ -18,11 +18,9 @@ from penstock.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from penstock.engine.forward_context import current_microbatch as current_microbatch
-    from penstock.engine.forward_context import is_checkpointing as is_checkpointing
     from penstock.engine.forward_context import is_recomputing as is_recomputing
     from penstock.engine.microbatch import Broadcast as Broadcast
     from penstock.engine.recompute.keep import keep as keep
-    from penstock.engine.weightgrad import defer_weight_grad as defer_weight_grad
     from penstock.profile.planner.plan import plan as plan
     from penstock.profile.planner.result import PlanResult as PlanResult
     from penstock.profile.trace import Trace as Trace
@@ -41,12 +39,9 @@ if TYPE_CHECKING:
     from penstock.split.marks import cut as cut
     from penstock.split.plan import Plan as Plan
     from penstock.split.skip import Namespace as Namespace
-    from penstock.split.skip import SkipError as SkipError
-    from penstock.split.skip import SkipUseError as SkipUseError
     from penstock.split.skip import pop as pop
     from penstock.split.skip import skippable as skippable
     from penstock.split.skip import stash as stash
-    from penstock.split.skip import verify_skippables as verify_skippables
     from penstock.train.launch import init as init
     from penstock.train.launch import is_distributed as is_distributed
     from penstock.train.launch import print0 as print0
@@ -60,10 +55,9 @@ if TYPE_CHECKING:
 
 # The same names as above, by module: a test compares the two.
 _NAMES = {
-    "engine.forward_context": "current_microbatch is_checkpointing is_recomputing",
+    "engine.forward_context": "current_microbatch is_recomputing",
     "engine.microbatch": "Broadcast",
     "engine.recompute.keep": "keep",
-    "engine.weightgrad": "defer_weight_grad",
     "profile.planner.plan": "plan",
     "profile.planner.result": "PlanResult",
     "profile.trace": "Trace",
@@ -73,7 +67,7 @@ _NAMES = {
     "split.lazy": "Lazy",
     "split.marks": "BeginBlock Block BlockFunction CutPoint Stage cut",
     "split.plan": "Plan",
-    "split.skip": "Namespace SkipError SkipUseError pop skippable stash verify_skippables",
+    "split.skip": "Namespace pop skippable stash",
     "train.launch": "init is_distributed print0",
     "train.loader": "DataLoader",
     "train.mesh": "Mesh",

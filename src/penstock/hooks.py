@@ -13,21 +13,27 @@ Training scripts do not need them. Like the names of ``penstock`` itself they ar
 - ``grad_norm``, ``clip_grad_norm``: the norm of gradients with a reduction over ranks of the caller's;
 - ``DeferredStatistics``: BatchNorm statistics of several forwards, committed together;
 - ``find_loss``: the loss in the output of a model that computes it;
+- ``is_checkpointing``: whether the current forward will be recomputed;
+- ``defer_weight_grad``: called by an ``autograd.Function`` to leave its weight gradient to ``W``;
+- ``verify_skippables``, ``SkipError``, ``SkipUseError``: checks of ``@skippable`` layers, and their errors;
 - ``is_offloaded``: whether an optimizer keeps its state in host memory.
 """
 
 from __future__ import annotations
 
+from penstock.engine.forward_context import is_checkpointing
 from penstock.engine.loss import find_loss
 from penstock.engine.message import flatten as tree_flatten
 from penstock.engine.message import unflatten as tree_unflatten
 from penstock.engine.recompute.batchnorm import DeferredStatistics
 from penstock.engine.replicas.ddp import HookBucket
+from penstock.engine.weightgrad import defer_weight_grad
 from penstock.format import parse_bytes
 from penstock.split import chain_of
 from penstock.split.balance import partition
 from penstock.split.marks import begin_block_of, cut_points, remove_begin_block
 from penstock.split.plan import LayerChain, WholeModelChain, bind_arguments, build_plan
+from penstock.split.skip import SkipError, SkipUseError, verify_skippables
 from penstock.split.trace.errors import mentions_marks
 from penstock.split.trace.line import marked_chain
 from penstock.split.trace.state import recorder
@@ -41,6 +47,8 @@ __all__ = [
     "HookBucket",
     "LayerChain",
     "Prefetcher",
+    "SkipError",
+    "SkipUseError",
     "WholeModelChain",
     "begin_block_of",
     "bind_arguments",
@@ -48,8 +56,10 @@ __all__ = [
     "chain_of",
     "clip_grad_norm",
     "cut_points",
+    "defer_weight_grad",
     "find_loss",
     "grad_norm",
+    "is_checkpointing",
     "is_offloaded",
     "marked_chain",
     "mentions_marks",
@@ -60,4 +70,5 @@ __all__ = [
     "tree_flatten",
     "tree_unflatten",
     "trunk_chain",
+    "verify_skippables",
 ]

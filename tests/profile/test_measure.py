@@ -173,7 +173,7 @@ class _Work(torch.autograd.Function):
             layer.clock.now += 300.0
             return torch.ones_like(layer.weight)
 
-        found = ps.defer_weight_grad(ctx.weight, weight_gradient) if layer.defers else weight_gradient()
+        found = ps.hooks.defer_weight_grad(ctx.weight, weight_gradient) if layer.defers else weight_gradient()
         return grad, found, None
 
 

@@ -22,7 +22,9 @@ class Asks(nn.Module):
         self.found: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.found.append((ps.current_microbatch(), ps.is_checkpointing(), ps.is_recomputing(), x.detach().clone()))
+        self.found.append(
+            (ps.current_microbatch(), ps.hooks.is_checkpointing(), ps.is_recomputing(), x.detach().clone())
+        )
         return x
 
 
@@ -92,7 +94,7 @@ def test_outside_of_a_pipeline_there_is_none(fails: bool) -> None:
         else:
             pipe.step(batch(), batch())
     assert ps.current_microbatch() is None
-    assert not ps.is_checkpointing()
+    assert not ps.hooks.is_checkpointing()
     assert not ps.is_recomputing()
 
 

@@ -1,6 +1,7 @@
 """torchgpipe's API, versions 0.0.7 and 0.0.2, on Penstock: see docs/migrating.md."""
 
 import penstock as ps
+from penstock import hooks
 from penstock.compat import publish
 from penstock.compat.torchgpipe import balance, gpipe
 
@@ -9,7 +10,7 @@ __all__ = ["GPipe", "current_microbatch", "is_checkpointing", "is_recomputing"]
 __version__ = "0.0.7"
 
 GPipe, current_microbatch = gpipe.GPipe, gpipe.current_microbatch
-is_checkpointing, is_recomputing = ps.is_checkpointing, ps.is_recomputing
+is_checkpointing, is_recomputing = hooks.is_checkpointing, ps.is_recomputing
 
 publish(
     __name__,

@@ -262,7 +262,7 @@ _keys: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
 
 def current_microbatch() -> Tensor | None:
     """A tensor that identifies the current micro-batch, for use as a key; None outside of a pipeline."""
-    if ps.is_checkpointing() or ps.is_recomputing():
+    if hooks.is_checkpointing() or ps.is_recomputing():
         raise RuntimeError(
             "current_microbatch() has no meaning in a forward that runs twice: what is kept under it in the first run "
             "is gone in the second. Use GPipe(…, checkpoint='never'), or pass values on with torchgpipe.skip: "
@@ -307,11 +307,11 @@ class Skippable(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().__call__(*args, **kwargs)
-        except ps.SkipUseError as error:
+        except hooks.SkipUseError as error:
             if error.fault is None:
                 raise
             names = ", ".join(f"'{name}'" for name in error.names)
-            raise ps.SkipUseError(_USE_ERRORS[error.fault].format(names), error.fault, error.names) from error
+            raise hooks.SkipUseError(_USE_ERRORS[error.fault].format(names), error.fault, error.names) from error
 
     def forward(self, input: Any) -> Any:
         return self.module(input)
@@ -342,8 +342,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 def verify_skippables(module: nn.Sequential) -> None:
     """Raise one ``TypeError`` that lists every stash without a pop and every pop without a stash."""
     try:
-        ps.verify_skippables(nn.Sequential(OrderedDict(module.named_children())))
-    except ps.SkipError as error:
+        hooks.verify_skippables(nn.Sequential(OrderedDict(module.named_children())))
+    except hooks.SkipError as error:
         lines = []
         for fault in error.faults:
             first, last = (fault.modules[i].rsplit(" (", 1)[0] for i in (0, -1))
