@@ -545,8 +545,3 @@ def different(rank: int) -> str:
 def test_all_ranks_must_be_dynamic_or_none(two: Ranks) -> None:
     for text in two.check(different):
         assert "dynamic is True on rank 0, but False on rank 1" in text
-
-
-def test_it_is_true_or_false() -> None:
-    with pytest.raises(ps.PlanError, match="dynamic must be True or False, got 'yes'"):
-        ps.Pipeline(ps.split(mlp(), stages=2), F.mse_loss, dynamic="yes")  # type: ignore[arg-type]
