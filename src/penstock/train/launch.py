@@ -272,7 +272,7 @@ def _number(environ: Mapping[str, str], *names: str, otherwise: int | None = Non
     if text is None and otherwise is not None:
         return otherwise
     if text is None or not text.isascii() or not text.isdigit():
-        raise PlanError(f"{names[0]} must be a whole number, got {text!r}: was the program started by a launcher, torchrun or srun?")
+        raise PlanError(f"{names[0]} must be a whole number, got {text!r}: was the program started by torchrun or srun?")
     return int(text)
 
 
