@@ -26,6 +26,12 @@ def format_size_exact(size: float) -> str:
     return words if size < 1024 else f"{words} ({math.ceil(size):,} bytes)"
 
 
+def count_noun(number: int, noun: str) -> str:
+    """``1 stage``, ``2 stages``."""
+    plural = "es" if noun.endswith(("ch", "ss")) else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
 def format_time(seconds: float) -> str:
     """A time, rounded to three digits."""
     for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):

@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.errors import PenstockError, ScheduleError
-from penstock.schedule.schedule import COMPUTE, Schedule
+from penstock.format import count_noun
+from penstock.schedule.schedule import ACTION_NAMES, COMPUTE, Schedule
 from penstock.schedule.simulate import Simulation, simulate
 from penstock.schedule.verify import MemoryReport
 
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from penstock.profile.planner.result import PlanResult
     from penstock.profile.trace import Trace
     from penstock.split.plan import Plan
-
-KINDS = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 # Four shades of each kind, dark to light, for the stages of a rank. White text is legible on the first two, black text
 # on the others.
@@ -158,7 +157,7 @@ def _print(console: Console, simulation: Simulation) -> None:
         console.print(line, no_wrap=True, overflow="crop")
     num_chunks = 1 + max(_chunks(schedule).values())
     legend = [
-        Text.assemble((kind, _text_style(kind, 0, num_chunks)), f" {KINDS[kind]}")
+        Text.assemble((kind, _text_style(kind, 0, num_chunks)), f" {ACTION_NAMES[kind]}")
         for kind in COMPUTE
         if kind in schedule.kinds
     ]
@@ -179,12 +178,6 @@ def describe_schedule(schedule: Schedule) -> str:
         f"{schedule.name}: {count_noun(schedule.num_ranks, 'rank')}, {count_noun(schedule.num_stages, 'stage')}, "
         f"{count_noun(schedule.num_microbatches, 'micro-batch')}"
     )
-
-
-def count_noun(number: int, noun: str) -> str:
-    """``1 stage``, ``2 stages``."""
-    plural = "es" if noun.endswith(("ch", "ss")) else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _text_chart(simulation: Simulation, width: int) -> Iterator[Text]:
@@ -326,8 +319,8 @@ def _svg_legend(simulation: Simulation) -> tuple[str, float]:
     for kind in COMPUTE:
         if kind in simulation.schedule.kinds:
             parts.append(f'<rect x="{_svg_number(x)}" y="0" width="12" height="12" fill="{_SHADES[kind][1]}"/>')
-            parts.append(f'<text x="{_svg_number(x + 17)}" y="11">{kind} {KINDS[kind]}</text>')
-            x += 17 + _LETTER * (len(KINDS[kind]) + 4)
+            parts.append(f'<text x="{_svg_number(x + 17)}" y="11">{kind} {ACTION_NAMES[kind]}</text>')
+            x += 17 + _LETTER * (len(ACTION_NAMES[kind]) + 4)
     bubble = f"bubble {simulation.bubble:.1%}"
     parts.append(f'<text x="{_svg_number(x)}" y="11">{bubble}</text>')
     return "".join(parts), x + _LETTER * len(bubble) + 8
@@ -369,8 +362,7 @@ def trace_html(trace: Trace) -> str:
 
 def plan_result_html(result: PlanResult) -> str:
     """Its text, and the drawing of the predicted step."""
-    drawn = result.best.costs is not None and _is_drawable(result.schedule)
-    return _html(str(result), result.simulation() if drawn else None)
+    return _html(str(result), result.simulation() if _is_drawable(result.schedule) else None)
 
 
 def plan_html(plan: Plan) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import penstock as ps
-from penstock.profile.report.findings import MIN_SAVING, Advice, advise, analyze, better_cut, recut
+from penstock.profile.report.findings import MIN_SAVING, Advice, analyze, better_cut, recut
 from penstock.profile.trace.records import StepRecord, Track
 from penstock.schedule import Costs, auto, build, simulate
 from penstock.schedule.recompute import with_recompute
@@ -20,7 +20,7 @@ from tests.support.simulated_trace import simulated_trace
 
 
 def found(trace: ps.Trace, what: str) -> list[Advice]:
-    return [advice for advice in advise(trace) if advice.what == what]
+    return [advice for advice in analyze(trace).advice if advice.what == what]
 
 
 @pytest.mark.slow
@@ -31,14 +31,14 @@ def test_schedules_save_what_the_simulator_says() -> None:
     gain = {name: 1 - simulate(build(name, 4, 8), base.costs).makespan / base.makespan for name in ("zb_h1", "zb_h2")}
     best = auto(base.costs, base.schedule.placement, 8, cap=max(base.peak_memory), edges=trace.edges).makespan
     assert [advice.text.split()[1] for advice in found(trace, "schedule")] == ["auto", "zb_h1"]
-    texts = {advice.text.split()[1]: advice for advice in advise(trace) if advice.text.startswith("schedule")}
+    texts = {advice.text.split()[1]: advice for advice in analyze(trace).advice if advice.text.startswith("schedule")}
     assert set(texts) == {"zb_h1", "zb_h2", "auto"}
     assert texts["zb_h1"].saved == pytest.approx(gain["zb_h1"])
     assert texts["zb_h2"].saved == pytest.approx(gain["zb_h2"])
     assert texts["auto"].saved == pytest.approx(1 - best / base.makespan, abs=0.02)
     assert f"saves {gain['zb_h1']:.0%} at the same memory (if a weight's gradient" in texts["zb_h1"].text
     assert "with 1.8 times the memory" in texts["zb_h2"].text
-    assert [advice.what for advice in advise(trace)] == ["schedule", "schedule", "micro-batches", "more memory"]
+    assert [advice.what for advice in analyze(trace).advice] == ["schedule", "schedule", "micro-batches", "more memory"]
 
 
 def test_a_search_that_finds_next_to_nothing_is_not_told_of() -> None:
@@ -163,7 +163,7 @@ def test_edges_and_hosts_are_bounds() -> None:
 
 def test_nothing_to_say() -> None:
     trace = traced("1f1b", 1, 4, Costs())
-    assert advise(trace) == []
+    assert analyze(trace).advice == []
     assert analyze(trace).best == f"no change was found that saves {MIN_SAVING:.0%} or more"
 
 

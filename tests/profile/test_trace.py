@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import penstock as ps
 from penstock.engine import recorder, runner
 from penstock.profile.trace import recording
-from penstock.profile.trace.analysis import _bubble as bubble
 from penstock.schedule import build, simulate
 from penstock.schedule.registry import SCHEDULES
 from tests.support.models import batch, gradients, labels, mlp
@@ -299,7 +298,7 @@ def test_the_sleepers_times_are_known() -> None:
     assert all(2 * UNIT <= b < 8 * UNIT for b in costs.b)  # type: ignore[union-attr]
     assert costs.i == costs.w == tuple(b / 2 for b in costs.b)  # type: ignore[union-attr]
     ideal = simulate(pipe.schedule)
-    assert near([bubble(trace, step) or 0.0 for step in trace.steps], ideal.bubble)
+    assert near([trace.step_bubble(step) or 0.0 for step in trace.steps], ideal.bubble)
     assert near([trace.simulation().bubble], ideal.bubble)
     fill = trace.steps[0].parts[2].actions[0]
     assert fill.waited > 1.5 * UNIT, "the last rank waits for two forwards before its first"

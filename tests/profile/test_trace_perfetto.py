@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.profile.trace.analysis import traced_messages
 from penstock.profile.trace.records import ActionRecord, RankRecord, StepRecord, Track, WaitRecord
 from penstock.schedule import build
 from tests.profile.test_trace import pipeline
@@ -60,7 +59,7 @@ def arrows(trace: ps.Trace) -> Counter[tuple[object, ...]]:
     """The messages of all steps, as ``ARROWS`` has them."""
     found: Counter[tuple[object, ...]] = Counter()
     for step in trace.steps:
-        for one in traced_messages(trace, step):
+        for one in trace.messages(step):
             made, taken = (1 + len(trace.replicas) + track for track in (one.source_track, one.target_track))
             ends = str(one.source.action), made, str(one.target.action), taken
             found[1 + trace.tracks[one.source_track].replica, *ends, 1] += 1

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.engine.recorder import AlignedClock, ClockOffset
 from penstock.profile.trace import recording
-from penstock.profile.trace.analysis import _bubble as bubble
-from penstock.profile.trace.analysis import traced_messages
 from tests.profile.test_trace import check_consistent, orders
 from tests.profile.test_trace_files import check_chrome, events_of
 from tests.support.models import batch, gradients, labels, mlp
@@ -56,7 +54,7 @@ def check_report(trace: ps.Trace, folder: Path) -> None:
     """A page of it can be made, and the causes of idle time add up to the bubble of the step that it shows."""
     findings = trace.report(folder / "run.html")
     assert len(findings.idle) == len(trace.tracks)
-    assert sum(findings.causes.values()) == pytest.approx(bubble(trace, findings.step))
+    assert sum(findings.causes.values()) == pytest.approx(trace.step_bubble(findings.step))
     assert min(min(idle.causes.values()) for idle in findings.idle) >= -1e-9
     assert (folder / "run.html").stat().st_size > 10_000
 
@@ -120,7 +118,7 @@ def test_clocks_are_aligned(two: Ranks, shift: float) -> None:
 def check_causal(trace: ps.Trace) -> None:
     """Nothing is taken before it is sent, as far as the clocks can tell."""
     error = 2 * sum(track.clock_error for track in trace.tracks) + 1e-6
-    found = [crossing for step in trace.steps for crossing in traced_messages(trace, step)]
+    found = [crossing for step in trace.steps for crossing in trace.messages(step)]
     assert found
     for crossing in found:
         assert crossing.target.start >= crossing.source.end - error

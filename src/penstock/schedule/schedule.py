@@ -14,8 +14,9 @@ from typing import NamedTuple
 from penstock import _registry
 from penstock.errors import ScheduleError
 
-COMPUTE = ("F", "R", "B", "I", "W")
-"""Kinds of actions: forward, recompute, full backward, input gradient, weight gradient."""
+ACTION_NAMES = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+COMPUTE = tuple(ACTION_NAMES)
+"""Kinds of actions; ``B`` is a full backward."""
 
 BACKWARD = ("B", "I")
 """Kinds that turn the gradient of a stage's outputs into the gradient of its inputs."""
@@ -111,8 +112,7 @@ class Schedule:
         return "\n".join([f"# name: {self.name}", *lines, ""])
 
     def _repr_html_(self) -> str:
-        html: str = _registry.viz().schedule_html(self)
-        return html
+        return str(_registry.viz().schedule_html(self))
 
 
 # Placements: which rank holds which stage.

@@ -321,8 +321,7 @@ class Plan:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        html: str = _registry.viz().plan_html(self)
-        return html
+        return str(_registry.viz().plan_html(self))
 
 
 def _restore(text: str, model: nn.Module | None) -> Plan:

@@ -19,8 +19,9 @@ from statistics import fmean, median
 from typing import Any
 
 from penstock.errors import PenstockError, PlanError, ScheduleError
-from penstock.profile.trace.analysis import TraceData, milliseconds, plural, traced_messages, typical_steps
-from penstock.profile.trace.records import ActionRecord, RankRecord, StepRecord, covered_seconds, pending_backwards
+from penstock.format import count_noun
+from penstock.profile.trace import Trace, milliseconds
+from penstock.profile.trace.records import RankRecord, StepRecord, covered_seconds, pending_backwards
 from penstock.schedule.costs import Costs
 from penstock.schedule.recompute import with_recompute
 from penstock.schedule.registry import SCHEDULES, build
@@ -66,14 +67,12 @@ class Idle:
         return {cause: getattr(self, cause) for cause in CAUSES}
 
 
-def idle_times(trace: TraceData, step: StepRecord) -> list[Idle]:
+def idle_times(trace: Trace, step: StepRecord) -> list[Idle]:
     """For each rank with actions in ``step``."""
-    messages = [message for message in traced_messages(trace, step) if message.wait is not None]
-    sent_at = {id(message.wait): message.source.end for message in messages}
+    sent_at = {id(one.wait): one.source.end for one in trace.messages(step) if one.wait is not None}
     even = _even_gaps(trace, step)
     found = []
-    for replica in trace.replicas:
-        parts = step.of(trace.replica(replica))
+    for parts in map(step.of, trace.replicas.values()):
         first = min((part.actions[0].start for part in parts), default=0.0)
         last = max((done.end for part in parts for done in part.actions), default=0.0)
         for part in parts:
@@ -81,7 +80,13 @@ def idle_times(trace: TraceData, step: StepRecord) -> list[Idle]:
             now, phase = first, "fill"
             for number, done in enumerate(part.actions):
                 gap = max(0.0, done.start - now)
-                computing, waiting = _waits(done, now, sent_at) if number else (gap, gap)
+                computing = waiting = gap
+                if number:  # as far as a peer still computes, or there is any wait
+                    waits = [(wait, max(wait.start, now), min(wait.end, done.start)) for wait in done.waits]
+                    waiting = covered_seconds((start, end) for _, start, end in waits)
+                    messages = [one for one in waits if one[0].what == "message"]
+                    computing = covered_seconds((a, min(b, sent_at.get(id(wait), b))) for wait, a, b in messages)
+                    computing = min(computing, waiting)
                 own = min(computing, even.get(done.action, 0.0)) if number else gap
                 causes[phase] += own
                 causes["imbalance"] += computing - own
@@ -95,27 +100,15 @@ def idle_times(trace: TraceData, step: StepRecord) -> list[Idle]:
     return found
 
 
-def _waits(done: ActionRecord, now: float, sent_at: Mapping[int, float]) -> tuple[float, float]:
-    """Seconds from ``now`` to an action in which a peer still computes, and in which there is any wait."""
-    clipped = [(wait, max(wait.start, now), min(wait.end, done.start)) for wait in done.waits]
-    waiting = covered_seconds((start, end) for _, start, end in clipped)
-    computing = covered_seconds(
-        (start, min(end, sent_at.get(id(wait), end))) for wait, start, end in clipped if wait.what == "message"
-    )
-    return min(computing, waiting), waiting
-
-
-def _even_gaps(trace: TraceData, step: StepRecord) -> dict[Action, float]:
+def _even_gaps(trace: Trace, step: StepRecord) -> dict[Action, float]:
     """Idle seconds before each action if all stages took the same time and messages none."""
-    places = [track.place for track in trace.tracks]
-    schedule = trace.schedule
+    stages = trace.schedule.num_stages
     try:
         costs = trace.costs()
-        times = {name: fmean(costs.of_stages(name, schedule.num_stages)) for name in ("f", "i", "w", "b")}
-        recompute = fmean(costs.durations(schedule.num_stages)["R"])
+        times = {name: fmean(costs.of_stages(name, stages)) for name in ("f", "i", "w", "b")}
+        recompute = fmean(costs.durations(stages)["R"])
         replica = trace.tracks[step.of(range(len(trace.tracks)))[0].track].replica
-        order = step.schedule(schedule.name, schedule.placement, places, trace.replica(replica))
-        even = simulate(order, Costs(**times, r=recompute), trace.edges)
+        even = simulate(trace.step_order(step, replica), Costs(**times, r=recompute), trace.edges)
     except PenstockError:  # records of one rank only, or of half of a call
         return {}
     gaps = {}
@@ -143,7 +136,7 @@ class Repartition:
         return f"a cut into stages of {after} layers, not {before},"
 
 
-def layers_of(trace: TraceData) -> list[tuple[str, ...]] | None:
+def layers_of(trace: Trace) -> list[tuple[str, ...]] | None:
     """The names of the layers of each stage; None if the trace's plan does not have them all."""
     stages = trace.plan.get("stages", [])
     if len(stages) != trace.schedule.num_stages or not all(stage["layers"] for stage in stages):
@@ -157,7 +150,7 @@ def stage_seconds(costs: Costs, num_stages: int, trains: bool) -> list[float]:
     return [f + b for f, b in zip(times["F"], times["B"], strict=True)] if trains else times["F"]
 
 
-def better_cut(trace: TraceData, base: Simulation) -> Repartition | None:
+def better_cut(trace: Trace, base: Simulation) -> Repartition | None:
     """The most even cut, assuming equal layers within a stage; None if it is not faster or layers are unknown.
 
     Messages keep their size and time. No rank stores more than the fullest one does now.
@@ -171,12 +164,9 @@ def better_cut(trace: TraceData, base: Simulation) -> Repartition | None:
     after = tuple(partition(shares, len(groups)))
     costs = recut(base.costs, before, after)
     found = simulate(base.schedule, costs, trace.edges)
-    fits = max(found.peak_memory) <= max(base.peak_memory) * _SAME
-    return (
-        Repartition(before, after, costs, _saved(base, found.makespan))
-        if fits and found.makespan < base.makespan
-        else None
-    )
+    if max(found.peak_memory) > max(base.peak_memory) * _SAME or found.makespan >= base.makespan:
+        return None
+    return Repartition(before, after, costs, _saved(base, found.makespan))
 
 
 def recut(costs: Costs, before: Sequence[int], after: Sequence[int]) -> Costs:
@@ -219,11 +209,10 @@ class Advice:
     bound: bool = False
 
 
-def advise(trace: TraceData, idle: Sequence[Idle] = ()) -> list[Advice]:
+def advise(trace: Trace, idle: Sequence[Idle], base: Simulation | None, cut: Repartition | None) -> list[Advice]:
     """All changes that save at least ``MIN_SAVING``, sorted: within the current memory, with more, then bounds.
 
-    ``idle`` are the idle times of a step, if known. Steps that cannot be simulated (half of a call, or the records of
-    one rank) give advice from these only.
+    Steps that cannot be simulated (half of a call, or the records of one rank) give advice from ``idle`` only.
     """
     found = []
     host = max((rank.host / (rank.total or 1.0) for rank in idle), default=0.0)
@@ -232,14 +221,10 @@ def advise(trace: TraceData, idle: Sequence[Idle] = ()) -> list[Advice]:
         "machine, or compiled stages save at most that"
     )
     found.append(Advice("host", text, host, bound=True))
-    try:
-        base = trace.simulation()
-    except PenstockError:
-        base = None
     if base is not None and base.makespan:
-        found += [*_schedules(trace, base), *_microbatches(trace, base), *_slow_ranks(trace, base)]
-        found += _edges(trace, base)
-        cut = better_cut(trace, base)
+        if base.schedule.trains:
+            found += [*_schedules(trace, base), *_microbatches(trace, base)]
+        found += [*_slow_ranks(trace, base), *_edges(trace, base)]
         if cut is not None:
             text = f"{cut.text} saves {cut.saved:.0%} (if the layers of a stage cost alike)"
             found.append(Advice("cut", text, cut.saved))
@@ -251,13 +236,8 @@ def _saved(base: Simulation, makespan: float) -> float:
     return 1 - makespan / base.makespan
 
 
-# ── schedules ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+def _schedules(trace: Trace, base: Simulation) -> Iterator[Advice]:
     """The best fixed schedule within the current memory, the best with more, and a searched one if it is better."""
-    if not base.schedule.trains:
-        return
     costs = base.costs
     if not any(costs.of_stages("activation", base.schedule.num_stages)):
         costs = replace(costs, activation=1.0)  # count micro-batches in flight, if no bytes are known
@@ -307,28 +287,19 @@ def _same_placement(name: str, now: Schedule, m: int) -> Schedule:
     return with_recompute(build(name, now.num_ranks, m, each), modes)
 
 
-# ── micro-batches, cuts, edges, hosts ────────────────────────────────────────────────────────────────────────
-
-
-def _microbatches(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+def _microbatches(trace: Trace, base: Simulation) -> Iterator[Advice]:
     """Twice as many micro-batches of half the size, which need no more memory."""
-    now = base.schedule
-    if not now.trains:
-        return
-    m = 2 * now.num_microbatches
-    try:
+    now, m = base.schedule, 2 * base.schedule.num_microbatches
+    with suppress(ScheduleError):  # a custom order
         schedule = _same_placement(now.name, now, m)
-    except ScheduleError:  # a custom order
-        return
-    if schedule.placement != now.placement:
-        return
-    halves = map_stage_costs(base.costs, now.num_stages, lambda numbers: [x / 2 for x in numbers])
-    saved = _saved(base, simulate(schedule, halves, trace.edges).makespan)
-    text = f"{m} micro-batches, not {m // 2}, save {saved:.0%} (if one of half the size takes half the time)"
-    yield Advice("micro-batches", text, saved)
+        if schedule.placement == now.placement:
+            halves = map_stage_costs(base.costs, now.num_stages, lambda numbers: [x / 2 for x in numbers])
+            saved = _saved(base, simulate(schedule, halves, trace.edges).makespan)
+            text = f"{m} micro-batches, not {m // 2}, save {saved:.0%} (if one of half the size takes half the time)"
+            yield Advice("micro-batches", text, saved)
 
 
-def _slow_ranks(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+def _slow_ranks(trace: Trace, base: Simulation) -> Iterator[Advice]:
     """Ranks that are slower than others for the same work, except those that share a GPU.
 
     The same work is one stage in several replicas, or stages with equal numbers of layers and parameters.
@@ -338,7 +309,7 @@ def _slow_ranks(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     if len(plan) == stages:
         work = [(len(stage["layers"]), stage["parameters"]) for stage in plan]
     found: dict[tuple[int, int, str], list[float]] = defaultdict(list)  # by track, stage and kind of action
-    for part in (part for step in typical_steps(trace) for part in step.parts):
+    for part in (part for step in trace.typical_steps() for part in step.parts):
         for done in part.actions:
             found[part.track, done.action.stage, done.action.kind].append(done.seconds)
     times = {key: median(seconds) for key, seconds in found.items()}
@@ -367,7 +338,7 @@ def _slow_ranks(trace: TraceData, base: Simulation) -> Iterator[Advice]:
             yield Advice("slow rank", f"{text}: as fast as they are, it saves {saved:.0%}", saved)
 
 
-def _edges(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+def _edges(trace: Trace, base: Simulation) -> Iterator[Advice]:
     """An upper bound of the saving by faster links, for the slowest edges."""
     costs, placement = base.costs, base.schedule.placement
     channels = [(src, dst) for src, dst in trace.edges if placement[src] != placement[dst]]
@@ -442,7 +413,7 @@ class EdgeUse:
 class Findings:
     """The findings of a trace. ``step`` is the typical step with the median duration."""
 
-    trace: TraceData
+    trace: Trace
     step: StepRecord
     idle: Sequence[Idle]
     peaks: Sequence[MemoryPeak]
@@ -453,12 +424,13 @@ class Findings:
 
     @property
     def bubble(self) -> float:
-        return _share(self.idle, "idle")
+        return sum(self.causes.values())
 
     @property
     def causes(self) -> dict[str, float]:
         """The fraction of all ranks' time by cause; their sum is the bubble."""
-        return {cause: _share(self.idle, cause) for cause in CAUSES}
+        total = sum(rank.total for rank in self.idle) or 1.0
+        return {cause: sum(rank.causes[cause] for rank in self.idle) / total for cause in CAUSES}
 
     @property
     def what(self) -> str:
@@ -472,8 +444,8 @@ class Findings:
         causes = sorted(self.causes.items(), key=lambda item: -item[1])
         why = ", ".join(f"{cause} {share:.1%}" for cause, share in causes if share >= 0.0005)
         text = (
-            f"{schedule.name}, {plural(schedule.num_stages, 'stage')} on {plural(schedule.num_ranks, 'rank')}, "
-            f"{plural(trace.order.num_microbatches, 'micro-batch')}: {self.what} takes "
+            f"{schedule.name}, {count_noun(schedule.num_stages, 'stage')} on {count_noun(schedule.num_ranks, 'rank')}, "
+            f"{count_noun(trace.order.num_microbatches, 'micro-batch')}: {self.what} takes "
             f"{milliseconds(self.step.seconds)}, bubble {self.bubble:.1%}"
         )
         return f"{text} ({why})" if why else text
@@ -484,9 +456,9 @@ class Findings:
         return self.advice[0].text if self.advice else f"no change was found that saves {MIN_SAVING:.0%} or more"
 
 
-def analyze(trace: TraceData) -> Findings:
+def analyze(trace: Trace) -> Findings:
     """Analyze a trace; an error if it has no whole step."""
-    steps = typical_steps(trace)
+    steps = trace.typical_steps()
     if not steps:
         raise PlanError(
             "this trace has no whole step to report on: record one, with `with pipe.trace() as trace: pipe.step(…)`"
@@ -499,24 +471,15 @@ def analyze(trace: TraceData) -> Findings:
     cut = None if simulation is None else better_cut(trace, simulation)
     peaks = [memory_peak(part, trace.saved) for part in step.of(range(len(trace.tracks)))]
     known = [peak for peak in peaks if peak is not None]
-    return Findings(trace, step, idle, known, _edge_use(trace, step), advise(trace, idle), simulation, cut)
-
-
-def _edge_use(trace: TraceData, step: StepRecord) -> list[EdgeUse]:
-    found = defaultdict(list)
-    for message in traced_messages(trace, step):
-        found[message.edge].append(message)
+    by_edge = defaultdict(list)
+    for message in trace.messages(step):
+        by_edge[message.edge].append(message)
     uses = []
     for src, dst in trace.edges:
-        messages = found[src, dst]
+        messages = by_edge[src, dst]
         sizes = [[c.sent.bytes for c in messages if (c.source.action.kind == "F") == way] for way in (True, False)]
         times = [c.seconds for c in messages if c.seconds is not None]
         ranks = trace.schedule.placement[src], trace.schedule.placement[dst]
         forward, backward = (int(median(bytes_of or [0])) for bytes_of in sizes)
         uses.append(EdgeUse(src, dst, ranks, len(messages), forward, backward, median(times) if times else None))
-    return uses
-
-
-def _share(idle: Sequence[Idle], what: str) -> float:
-    total = sum(rank.total for rank in idle)
-    return sum(getattr(rank, what) for rank in idle) / total if total else 0.0
+    return Findings(trace, step, idle, known, uses, advise(trace, idle, simulation, cut), simulation, cut)

@@ -6,20 +6,14 @@ import json
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from string import Template
 from typing import Any
 
-from penstock.format import format_size
-from penstock.profile.report.findings import CAUSES, MIN_SAVING, Findings, analyze, layers_of, stage_seconds
-from penstock.profile.trace.analysis import (
-    TraceData,
-    milliseconds,
-    plural,
-    prediction_source,
-    typical_steps,
-)
-from penstock.profile.trace.records import ACTION_NAMES, ActionRecord, RankRecord, Span, StepRecord
+from penstock.format import count_noun, format_size
+from penstock.profile.report.findings import CAUSES, MIN_SAVING, Findings, layers_of, stage_seconds
+from penstock.profile.trace import Trace, milliseconds, prediction_source
+from penstock.profile.trace.records import ActionRecord, RankRecord, Span, StepRecord
+from penstock.schedule.schedule import ACTION_NAMES
 
 # ── choice of steps ──────────────────────────────────────────────────────────────────────────────────────────────
 #
@@ -65,32 +59,25 @@ def step_picker(findings: Findings) -> str:
         selected = " selected" if step is findings.step else ""
         options.append(f'<option value="{number}"{selected}>{escape(text)}</option>')
     times = f"{milliseconds(fastest.seconds)} to {milliseconds(slowest.seconds)}"
-    words = f"Each bar is a step: {plural(len(all_steps), 'step')} of {times}"
+    words = f"Each bar is a step: {count_noun(len(all_steps), 'step')} of {times}"
     if len(shown) < len(all_steps):
         words += f". {len(shown)} of them, in colour, have a timeline here"
+    most = slowest.seconds or 1.0
+    number_of = {id(step): number for number, step in enumerate(shown)}
+    bars = []
+    for x, step in enumerate(all_steps):
+        height = step.seconds / most * _BAR_HEIGHT
+        place = f'x="{x + 0.1}" y="{_BAR_HEIGHT - height:.2f}" width="0.8" height="{height:.2f}"'
+        choice = f' data-step="{number_of[id(step)]}"' if id(step) in number_of else ""  # steps that can be chosen
+        bars.append(f"<rect {place}{choice}/>")
     return (
         '<div class="bar-of-tools"><label>Step <select id="step">' + "".join(options) + "</select></label>"
         '<div role="group" aria-label="Step" class="buttons">'
         '<button type="button" data-do="before" aria-label="Previous step">‹</button> '
         '<button type="button" data-do="after" aria-label="Next step">›</button></div></div>'
-        + _bars(all_steps, shown, words)
-        + f'<p class="note">{escape(words)}. The rest of this page is of {escape(findings.step.name)}.</p>'
-    )
-
-
-def _bars(steps: Sequence[StepRecord], shown: Sequence[StepRecord], words: str) -> str:
-    """A bar chart of durations; steps that are shown can be chosen."""
-    number_of = {id(step): number for number, step in enumerate(shown)}
-    most = max(step.seconds for step in steps) or 1.0
-    bars = []
-    for x, step in enumerate(steps):
-        height = step.seconds / most * _BAR_HEIGHT
-        place = f'x="{x + 0.1}" y="{_BAR_HEIGHT - height:.2f}" width="0.8" height="{height:.2f}"'
-        choice = f' data-step="{number_of[id(step)]}"' if id(step) in number_of else ""
-        bars.append(f"<rect {place}{choice}/>")
-    return (
         f'<svg id="step-times" role="img" aria-label="{escape(words)}" '
         f'viewBox="0 0 {max(len(bars), 8)} {_BAR_HEIGHT}" preserveAspectRatio="none">{"".join(bars)}</svg>'
+        f'<p class="note">{escape(words)}. The rest of this page is of {escape(findings.step.name)}.</p>'
     )
 
 
@@ -105,39 +92,45 @@ _MEANINGS = {
 }
 
 
-def sections(findings: Findings) -> dict[str, str]:
-    """HTML by the placeholders of ``page.html``."""
+def page(findings: Findings) -> str:
+    """The whole page as HTML."""
     trace, schedule = findings.trace, findings.trace.schedule
+    here = files("penstock.profile.report")
+    kinds = ("html", "css", "words.js", "chart.js", "js")
+    template, style, *scripts = (here.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in kinds)
     versions = ", ".join(f"{name} {version}" for name, version in trace.versions.items())
     missing = "" if trace.missing is None else f"One rank's part only: {trace.missing}. "
     thin = ", and below it a thinner one for the same order, simulated with the median time of each action"
-    kinds = [(kind, f"{kind} {ACTION_NAMES[kind]}") for kind in "FRBIW" if kind in trace.order.kinds]
-    kinds.append(("wait", "wait"))
+    colours = [(kind, f"{kind} {ACTION_NAMES[kind]}") for kind in "FRBIW" if kind in trace.order.kinds]
+    colours.append(("wait", "wait"))
+    legend = [f'<span><i style="background:var(--{colour})"></i>{name}</span>' for colour, name in colours]
     memory = "The bytes that each rank keeps for backwards to come"
     if trace.memory != "saved":
         memory = f"The bytes {trace.memory} on each rank's device"
-    return {
-        "title": escape(f"Penstock report: {schedule.name}"),
-        "subtitle": escape(f"{missing}{findings.head}."),
-        "tiles": _tiles(findings),
-        "advice": _advice(findings),
-        "timeline_note": f"Each rank has a bar for its actions{'' if findings.simulation is None else thin}. "
-        "Grey lines between actions are waits; light boxes are spans around them. Time counts from the first action.",
-        "legend": "".join(
-            f'<span><i style="background:var(--{colour})"></i>{name}</span>'
-            for colour, name in [*kinds, ("wait", "wait")]
-        ),
-        "bubble": _bubble(findings),
-        "memory_note": escape(f"{memory}, after each action. All rows have the same scale."),
-        "memory": _memory(findings),
-        "stages": _stages(findings),
-        "edges": _edges(findings),
-        "plan": _plan(trace),
-        "footer": escape(f"{plural(len(trace.steps), 'step')} recorded. {versions}"),
-    }
+    return Template(template).substitute(
+        style=style,
+        script="".join(scripts),
+        # With ``<`` escaped, no text can end the script element.
+        data=json.dumps(_data(findings), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+        picker=step_picker(findings),
+        title=escape(f"Penstock report: {schedule.name}"),
+        subtitle=escape(f"{missing}{findings.head}."),
+        tiles=_tiles(findings),
+        advice=_advice(findings),
+        timeline_note=f"Each rank has a bar for its actions{'' if findings.simulation is None else thin}. Grey lines "
+        "between actions are waits; light boxes are spans around them. Time counts from the first action.",
+        legend="".join(legend),
+        bubble=_bubble(findings),
+        memory_note=escape(f"{memory}, after each action. All rows have the same scale."),
+        memory=_memory(findings),
+        stages=_stages(findings),
+        edges=_edges(findings),
+        plan=_plan(trace),
+        footer=escape(f"{count_noun(len(trace.steps), 'step')} recorded. {versions}"),
+    )
 
 
-def rank_name(trace: TraceData, track: int) -> str:
+def rank_name(trace: Trace, track: int) -> str:
     """The global rank, and the replica if there are several."""
     one = trace.tracks[track]
     return f"rank {one.rank}" + (f" ({one.replica})" if len(trace.replicas) > 1 else "")
@@ -216,7 +209,7 @@ def _memory(findings: Findings) -> str:
     rows = []
     for peak in findings.peaks:
         inside = [
-            f"stage {stage}: {plural(len(flight), 'micro-batch')} ({', '.join(map(str, flight))})"
+            f"stage {stage}: {count_noun(len(flight), 'micro-batch')} ({', '.join(map(str, flight))})"
             + (f" of {format_size(trace.saved[stage])}" if trace.saved.get(stage) else "")
             for stage, flight in peak.flight.items()
         ]
@@ -276,7 +269,7 @@ def _edges(findings: Findings) -> str:
     return _table(head, rows, caption)
 
 
-def _plan(trace: TraceData) -> str:
+def _plan(trace: Trace) -> str:
     stages = trace.plan.get("stages", [])
     devices = trace.plan.get("devices") or [""] * len(stages)
     rows = []
@@ -290,28 +283,6 @@ def _plan(trace: TraceData) -> str:
     return _table(["stage", "rank", "device", "parameters", "bytes", "layers"], rows, texts=[2, 5])
 
 
-def write_report(trace: TraceData, path: str | Path) -> Findings:
-    """Write the page of a trace, and return its findings."""
-    findings = analyze(trace)
-    Path(path).write_text(page(findings), encoding="utf-8")
-    return findings
-
-
-def page(findings: Findings) -> str:
-    """The whole page as HTML."""
-    here = files("penstock.profile.report")
-    kinds = ("html", "css", "words.js", "chart.js", "js")
-    template, style, *scripts = (here.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in kinds)
-    return Template(template).substitute(
-        style=style,
-        script="".join(scripts),
-        # With ``<`` escaped, no text can end the script element.
-        data=json.dumps(_data(findings), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-        picker=step_picker(findings),
-        **sections(findings),
-    )
-
-
 def _data(findings: Findings) -> dict[str, Any]:
     """The data of the charts."""
     trace, simulation = findings.trace, findings.simulation
@@ -321,7 +292,7 @@ def _data(findings: Findings) -> dict[str, Any]:
         for rank, order in enumerate(simulation.schedule.orders):
             times = zip(order, simulation.starts[rank], simulation.ends[rank], strict=True)
             simulated[rank] = [[*action, round(start, 9), round(end, 9)] for action, start, end in times]
-    alike = set() if simulation is None else {id(step) for step in typical_steps(trace)}
+    alike = set() if simulation is None else {id(step) for step in trace.typical_steps()}
     return {
         "many_stages": trace.schedule.num_stages > trace.schedule.num_ranks,
         "simulated": simulated,
@@ -333,7 +304,7 @@ def _data(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _step(trace: TraceData, step: StepRecord, simulated: float | None) -> dict[str, Any]:
+def _step(trace: Trace, step: StepRecord, simulated: float | None) -> dict[str, Any]:
     """One step, in seconds since its first action; ``simulated`` is its simulated duration."""
     parts = step.of(range(len(trace.tracks)))
     zero = min(part.actions[0].start for part in parts)

@@ -7,8 +7,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import TracebackType
+from dataclasses import replace
 
 import torch
 
@@ -93,13 +92,8 @@ def _actions(
 clock: Callable[[], int] = time.perf_counter_ns
 
 
-@dataclass(frozen=True)
-class _ProcessRecord:
-    """The records of one process."""
-
-    tracks: list[Track]
-    saved: dict[int, int]
-    runs: list[tuple[str, bool, list[RankRecord]]]  # kind, failed, parts; their tracks are numbered within the share
+ProcessRecord = tuple[list[Track], dict[int, int], list[tuple[str, bool, list[RankRecord]]]]
+"""Tracks, saved bytes by stage, and runs (kind, failed, parts) of one process; tracks are numbered within it."""
 
 
 class TraceRecording:
@@ -138,9 +132,7 @@ class TraceRecording:
         executor.begin_recording(self.recorder)
         return self.trace
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.executor.recorder = None
         self.recorder.finish(error)
         try:
@@ -154,9 +146,14 @@ class TraceRecording:
             if error is None and not self.quiet and is_rank0() and self.trace.comparison is not None:
                 print0(self.trace.comparison)
 
-    def _process_record(self) -> _ProcessRecord:
-        executor, recorder = self.executor, self.recorder
-        tracks = _tracks(executor, self.mesh, recorder.aligned.error)
+    def _process_record(self) -> ProcessRecord:
+        executor, recorder, mesh = self.executor, self.recorder, self.mesh
+        if mesh is not None:
+            replica, error = mesh.data_rank * mesh.tensor + mesh.tensor_rank, recorder.aligned.error
+            tracks = [Track(mesh.rank, replica, mesh.pipe_rank, *_device(mesh.device), error)]
+        else:
+            first = {executor.placement[s]: stage for s, stage in sorted(executor.stages.items(), reverse=True)}
+            tracks = [Track(rank, 0, rank, *_device(stage.device)) for rank, stage in sorted(first.items())]
         places = {track.place: number for number, track in enumerate(tracks)}
 
         def seconds(at: int) -> float:
@@ -167,36 +164,27 @@ class TraceRecording:
             for run in recorder.runs
             if run.end
         ]
-        return _ProcessRecord(tracks, dict(recorder.saved), runs)
+        return tracks, dict(recorder.saved), runs
 
-    def _fill(self, shares: Sequence[_ProcessRecord], missing: str | None = None) -> None:
+    def _fill(self, shares: Sequence[ProcessRecord], missing: str | None = None) -> None:
         """The trace, of the shares of one or all processes."""
         trace = self.trace
         found: dict[tuple[int, str], list[tuple[bool, list[RankRecord]]]] = {}
         tracks: list[Track] = []
-        for share in shares:
-            for number, (kind, failed, parts) in enumerate(share.runs):
+        for own, _, runs in shares:
+            for number, (kind, failed, parts) in enumerate(runs):
                 moved = [replace(part, track=part.track + len(tracks)) for part in parts]
                 found.setdefault((number, kind), []).append((failed, moved))
-            tracks += share.tracks
+            tracks += own
         steps = [
             StepRecord(number, kind, tuple(p for _, parts in rows for p in parts), any(failed for failed, _ in rows))
             for (number, kind), rows in sorted(found.items())
         ]
         trace.tracks = tuple(tracks)
-        trace.saved = {stage: size for share in shares for stage, size in share.saved.items()}
+        trace.saved = {stage: size for _, saved, _ in shares for stage, size in saved.items()}
         trace.steps = with_memory(steps, trace.saved)
         trace.memory = "allocated" if any("cuda" in track.device for track in tracks) else "saved"
         trace.missing = missing
-
-
-def _tracks(executor: Executor, mesh: Mesh | None, error: float) -> list[Track]:
-    """The ranks of this process."""
-    if mesh is not None:
-        replica = mesh.data_rank * mesh.tensor + mesh.tensor_rank
-        return [Track(mesh.rank, replica, mesh.pipe_rank, *_device(mesh.device), error)]
-    of_rank = {executor.placement[s]: stage.device for s, stage in sorted(executor.stages.items(), reverse=True)}
-    return [Track(rank, 0, rank, *_device(device)) for rank, device in sorted(of_rank.items())]
 
 
 def _device(device: torch.device) -> tuple[str, str]:

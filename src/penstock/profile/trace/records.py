@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.schedule.schedule import Action, Schedule
-
-ACTION_NAMES = {"F": "forward", "R": "recompute", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+from penstock.schedule.schedule import Action, Edge
 
 
 def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
@@ -85,6 +83,31 @@ class ActionRecord:
         return cls(Action.parse(name), float(start), float(end), launched, memory, times, sent)
 
 
+class TracedMessage(NamedTuple):
+    """A message from one action to another, between two ranks or within one."""
+
+    source: ActionRecord
+    sent: SendRecord
+    target: ActionRecord
+    source_track: int
+    target_track: int
+    wait: WaitRecord | None  # of the receiver; None within a rank
+
+    @property
+    def edge(self) -> Edge:
+        """The edge of the plan: from the earlier stage to the later one."""
+        ends = self.source.action.stage, self.target.action.stage
+        return ends if self.source.action.kind == "F" else ends[::-1]
+
+    @property
+    def seconds(self) -> float | None:
+        """The time in transit; known if the receiver was waiting when it was sent."""
+        sent = max(self.sent.start, self.source.end)
+        if self.wait is None or self.wait.start > sent:
+            return None
+        return max(0.0, self.wait.end - sent)
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """Time that a rank spends outside of actions, by name.
@@ -116,11 +139,6 @@ class RankRecord:
     @property
     def waited(self) -> float:
         return sum(done.waited for done in self.actions)
-
-    @property
-    def around(self) -> float:
-        """Seconds of the spans."""
-        return sum(span.end - span.start for span in self.spans)
 
     @property
     def host_spans(self) -> tuple[Span, ...]:
@@ -169,16 +187,8 @@ class StepRecord:
     failed: bool = False
 
     @property
-    def begin(self) -> float:
-        return min(part.begin for part in self.parts)
-
-    @property
-    def end(self) -> float:
-        return max(part.end for part in self.parts)
-
-    @property
     def seconds(self) -> float:
-        return self.end - self.begin
+        return max(part.end for part in self.parts) - min(part.begin for part in self.parts)
 
     @property
     def name(self) -> str:
@@ -198,14 +208,6 @@ class StepRecord:
         """The records of these tracks that have actions."""
         wanted = set(tracks)
         return [part for part in self.parts if part.track in wanted and part.actions]
-
-    def schedule(self, name: str, placement: Sequence[int], places: Sequence[int], replica: Iterable[int]) -> Schedule:
-        """The order of actions of one replica; ``places[t]`` is the pipeline rank of track ``t``."""
-        orders: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
-        for part in self.of(replica):
-            orders[places[part.track]] = [done.action for done in part.actions]
-        count = max((action.microbatch + 1 for order in orders for action in order), default=0)
-        return Schedule.of(name, placement, orders, count)
 
 
 def pending_backwards(
