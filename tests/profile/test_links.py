@@ -15,7 +15,7 @@ import torch
 import penstock as ps
 from penstock.profile import links
 from penstock.profile.costs import Link
-from penstock.profile.links import ROUNDS, Links, fit_link, host_time_per_message, local_link, measure_links
+from penstock.profile.links import ROUNDS, Links, fit_line, host_time_per_message, local_link, measure_links
 from tests.support.models import penstock_threads
 from tests.support.ranks import RankExited, Ranks, run_ranks, start_ranks
 
@@ -27,13 +27,12 @@ def three() -> Iterator[Ranks]:
 
 
 def test_latency_is_what_a_small_value_takes_and_bandwidth_what_the_large_one_adds() -> None:
-    assert fit_link(0.5, 2.5, 1000) == Link(0.5, 500.0)
-    assert fit_link(0.5, 0.4, 1000) == Link(0.5, math.inf)  # noise
+    assert fit_line(0.5, 2.5, 0, 1000) == (0.5, 500.0)
+    assert fit_line(0.5, 0.4, 0, 1000) == (0.5, math.inf)  # noise
     assert Link(0.5, 500.0).seconds(1000) == 2.5
-    assert fit_link(0.5, 2.5, 1000, (0.25, 100.0)) == Link(0.5, 500.0, 0.25, 100.0)
     assert Link(0.5, 500.0, 0.25, 100.0).host_seconds(1000) == 10.25
-    assert links._fit_line(2.0, 3.0, 500, 1000) == (1.0, 500.0)  # through both, not through the smaller one
-    assert links._fit_line(0.1, 3.1, 500, 1500) == (0.0, pytest.approx(1000 / 3))  # and never below zero
+    assert fit_line(2.0, 3.0, 500, 1000) == (1.0, 500.0)  # through both, not through the smaller one
+    assert fit_line(0.1, 3.1, 500, 1500) == (0.0, pytest.approx(1000 / 3))  # and never below zero
 
 
 class Costly:

@@ -292,34 +292,24 @@ def test_between_its_runs_a_layer_is_forgotten_but_not_what_comes_to_it(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, came = [], []
-    make = timing._cache_flusher
+    flush = timing.flush_caches
 
-    def forgetting(size: int) -> Any:
-        forget = make(size)
-        if forget is None:  # for a stage that does nothing
-            return None
-        sizes.append(size)
+    def spied(others: torch.Tensor, hot: Any) -> None:
+        hot = tuple(hot)
+        sizes.append(4 * others.numel())
+        came.append([tensor.shape for tensor in hot])
+        flush(others, hot)
 
-        def spied(hot: Any) -> None:
-            hot = tuple(hot)
-            came.append([tensor.shape for tensor in hot])
-            forget(hot)
-
-        return spied
-
-    monkeypatch.setattr(timing, "_cache_flusher", forgetting)
+    monkeypatch.setattr(timing, "flush_caches", spied)
     model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3))
     measured(model, batch(2, 4))
     parameters = 4 * sum(p.numel() for p in model.parameters())
-    assert set(sizes) == {2 * parameters}, "of parameters and gradients"
+    assert set(sizes) == {2 * parameters}, "of parameters and gradients; never for a stage that does nothing"
     assert [(2, 4)] in came, "the input of the first"
     assert [(2, width)] in came, "of the second, and the first one's gradient"
     assert [] in came, "before weight gradients"
-    assert make(0) is None
     whole = torch.arange(3.0)
-    forget = make(8)
-    assert forget is not None
-    forget([whole, None, torch.arange(3)])
+    flush(torch.ones(2), [whole, None, torch.arange(3)])
     assert whole.tolist() == [0.0, 1.0, 2.0]
 
 

@@ -18,9 +18,10 @@ of it divided among ``tensor`` devices, and all of it with ``sequence_parallel``
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from penstock.errors import PlanError, did_you_mean
-from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters, check_number
+from penstock.profile.costs import Crossing, LayerCosts, Link, ModelCosts, SharedParameters, check_counts, check_number
 
 # ── hardware ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -179,13 +180,8 @@ class Transformer:
         return 3.0 * tokens * (2 * weights + self.layers * 4 * self.seq * self.hidden)
 
 
-def _gpt_model(layers: int, hidden: int, heads: int) -> Transformer:
-    return Transformer(layers, hidden, heads, vocab=51200, seq=2048)
-
-
-def _llama_model(layers: int, hidden: int, heads: int, ffn: int) -> Transformer:
-    return Transformer(layers, hidden, heads, vocab=128256, seq=8192, ffn=ffn, kv=8, llama=1)
-
+_gpt_model = partial(Transformer, vocab=51200, seq=2048)
+_llama_model = partial(Transformer, vocab=128256, seq=8192, kv=8, llama=1)
 
 MODELS = {
     # Narayanan et al., arXiv 2104.04473, table 1
@@ -203,9 +199,9 @@ MODELS = {
     "gpt:530b": _gpt_model(105, 20480, 128),
     "gpt:1t": _gpt_model(128, 25600, 160),
     # Grattafiori et al., arXiv 2407.21783, table 3
-    "llama:8b": _llama_model(32, 4096, 32, 14336),
-    "llama:70b": _llama_model(80, 8192, 64, 28672),
-    "llama:405b": _llama_model(126, 16384, 128, 53248),
+    "llama:8b": _llama_model(32, 4096, 32, ffn=14336),
+    "llama:70b": _llama_model(80, 8192, 64, ffn=28672),
+    "llama:405b": _llama_model(126, 16384, 128, ffn=53248),
 }
 
 
@@ -239,8 +235,6 @@ def parse_transformer(text: str) -> Transformer:
 
 # ── costs ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-ATTENTION = ("plain", "selective", "flash")
-
 
 def analytic_costs(
     model: str | Transformer,
@@ -268,13 +262,10 @@ def analytic_costs(
     """
     model = parse_transformer(model) if isinstance(model, str) else model
     hardware = get_hardware(hardware)
-    counts = {"samples": samples, "tensor": tensor, "optimizer_shards": optimizer_shards}
-    counts |= {} if devices is None else {"devices": devices}
-    for what, number in counts.items():
-        if type(number) is not int or number < 1:
-            raise PlanError(f"{what}={number!r} must be a whole number, from 1 up")
-    if attention not in ATTENTION:
-        raise PlanError(f"attention={attention!r} must be one of {', '.join(map(repr, ATTENTION))}")
+    check_counts(samples=samples, tensor=tensor, optimizer_shards=optimizer_shards)
+    check_counts(devices=1 if devices is None else devices)
+    if attention not in ("plain", "selective", "flash"):
+        raise PlanError(f"attention={attention!r} must be one of 'plain', 'selective', 'flash'")
     if model.heads % tensor or model.width % tensor:
         raise PlanError(f"{model.heads} heads and an MLP of {model.width} cannot be divided among {tensor} devices")
     if sequence_parallel and tensor == 1:

@@ -60,6 +60,11 @@ class LayerCosts:
         return self.input_gradient + self.weight_gradient if self.backward is None else self.backward
 
     @property
+    def static_bytes(self) -> float:
+        """Bytes of parameters, gradients, optimizer state and buffers."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers
+
+    @property
     def deferred_bytes(self) -> float:
         """Bytes kept from I to W for the weight gradient."""
         return self.activation if self.deferred is None else self.deferred
@@ -193,10 +198,12 @@ class ModelCosts:
 
     def _check_layers(self, indices: tuple[int, ...], what: str) -> None:
         known = range(len(self.layers))
-        if len(indices) < 2 or any(type(i) is not int or i not in known for i in indices):
-            raise PlanError(f"{what} between layers {list(indices)}, but the layers are 0 to {len(known) - 1}")
-        if list(indices) != sorted(set(indices)):
-            raise PlanError(f"{what} between layers {list(indices)}: name the earlier layer first, and each once")
+        exist = len(indices) > 1 and all(type(i) is int and i in known for i in indices)
+        if not exist or list(indices) != sorted(set(indices)):
+            raise PlanError(
+                f"{what} between layers {list(indices)}, but the layers are 0 to {len(known) - 1}: name the earlier "
+                "layer first, and each of two or more once"
+            )
 
     def _check_shares(self, what: str, shares: Sequence[tuple[Collection[int], float]], how: str) -> None:
         """No layer shares more bytes with others than it has."""
@@ -218,12 +225,12 @@ class ModelCosts:
         return total + sum(sent.values())
 
     def to_json(self) -> str:
-        return _to_json([self])
+        return Profile((self,)).to_json()
 
     @classmethod
     def from_json(cls, text: str, origin: str = "the text") -> ModelCosts:
         """Parse JSON; ``origin`` names it in errors."""
-        found = _parse_costs(text, origin)
+        found = Profile.from_json(text, origin).sizes
         if len(found) > 1:
             sizes = [costs.samples for costs in found]
             raise PlanError(f"{origin} has costs for micro-batches of {sizes} samples: read it as a Profile")
@@ -237,14 +244,18 @@ def check_number(value: object, what: str) -> None:
         raise PlanError(f"{what} is {float(min(value, 10**300)):.3g}: it must be a number up to {LARGEST:g}")
 
 
+def check_counts(**counts: object) -> None:
+    for name, number in counts.items():
+        if type(number) is not int or number < 1:
+            raise PlanError(f"{name}={number!r} must be a whole number, from 1 up")
+
+
 def check_samples(samples: object) -> None:
     if type(samples) is not int or samples < 1:
         raise PlanError(f"samples is {samples!r}: a micro-batch has a whole number of samples, from 1 up")
 
 
 # ── several micro-batch sizes ────────────────────────────────────────────────────────────────────────────────────
-
-_SIZE_INDEPENDENT = ("parameters", "gradients", "optimizer", "buffers")
 
 
 @dataclass(frozen=True)
@@ -272,7 +283,7 @@ class Profile:
             if [layer.name for layer in other.layers] != [layer.name for layer in first.layers]:
                 raise PlanError(f"{where} have other layers: a profile is of one model")
             for one, two in zip(first.layers, other.layers, strict=True):
-                if any(getattr(one, what) != getattr(two, what) for what in _SIZE_INDEPENDENT):
+                if any(getattr(one, what) != getattr(two, what) for what in BYTES[1:]):  # all but the activation
                     raise PlanError(f"{where} differ in the parameters of layer {one.name!r}: it is another model")
             if [(c.src, c.dst) for c in other.crossings] != [(c.src, c.dst) for c in first.crossings]:
                 raise PlanError(f"{where} have other crossings: a profile is of one model")
@@ -285,13 +296,15 @@ class Profile:
                 return costs
         first = self.sizes[0]
         layers = tuple(self._layer(i, samples) for i in range(len(first.layers)))
-        return replace(
-            first,
-            layers=layers,
-            crossings=tuple(self._crossing(i, samples) for i in range(len(first.crossings))),
-            samples=samples,
-            kept_together=self._kept_together(samples, layers),
-        )
+        crossings = tuple(self._crossing(i, samples) for i in range(len(first.crossings)))
+        known = [{(a, b): size for a, b, size in costs.kept_together} for costs in self.sizes]
+        left, kept = [layer.activation for layer in layers], []
+        for a, b in sorted(set().union(*known)):
+            # At most the activation of each layer: beyond the measured sizes, extrapolations may cross.
+            size = min(left[b], self._interpolate([sizes.get((a, b), 0.0) for sizes in known], samples))
+            left[b] -= size
+            kept.append((a, b, size))
+        return replace(first, layers=layers, crossings=crossings, samples=samples, kept_together=tuple(kept))
 
     def _interpolate(self, values: Sequence[float], samples: int) -> float:
         """A quantity at ``samples``, given its values at the measured sizes."""
@@ -327,27 +340,35 @@ class Profile:
         values = tuple((number, self._interpolate([sizes[number] for sizes in known], samples)) for number in known[0])
         return replace(rows[0], bytes=sum(size for _, size in values), values=values)
 
-    def _kept_together(self, samples: int, layers: Sequence[LayerCosts]) -> tuple[tuple[int, int, float], ...]:
-        """At most the activation of each layer: beyond the measured sizes, extrapolations may cross."""
-        known = [{(a, b): size for a, b, size in costs.kept_together} for costs in self.sizes]
-        left, found = [layer.activation for layer in layers], []
-        for a, b in sorted(set().union(*known)):
-            size = min(left[b], self._interpolate([sizes.get((a, b), 0.0) for sizes in known], samples))
-            left[b] -= size
-            found.append((a, b, size))
-        return tuple(found)
-
     def with_link(self, link: Link) -> Profile:
         """These costs with another link between devices."""
         return Profile(tuple(replace(costs, link=link) for costs in self.sizes))
 
     def to_json(self) -> str:
-        return _to_json(self.sizes)
+        one_size = len(self.sizes) == 1
+        data = _to_data(self.sizes[0]) if one_size else {"sizes": [_to_data(costs) for costs in self.sizes]}
+        return json.dumps({"penstock_costs": FORMAT, **data}, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str, origin: str = "the text") -> Profile:
         """Parse JSON with one or several sizes; ``origin`` names it in errors."""
-        return cls(tuple(sorted(_parse_costs(text, origin), key=lambda costs: costs.samples)))
+        model_keys = [one.name for one in fields(ModelCosts)]
+        try:
+            data = dict(_entries(json.loads(text), "costs", (*model_keys, "sizes", "penstock_costs")))
+            version = data.pop("penstock_costs", FORMAT)
+            if version != FORMAT:
+                raise PlanError(f"costs of format {version!r} cannot be read here: expected {FORMAT}")
+            if "sizes" not in data:
+                return cls((_parse_model(data),))
+            if len(data) > 1:
+                others = ", ".join(data.keys() - {"sizes"})
+                raise PlanError(f"costs have both sizes and {others}: these belong into each size")
+            sizes = [_parse_model(_entries(size, "a size", model_keys)) for size in _list(data, "sizes")]
+            return cls(tuple(sorted(sizes, key=lambda costs: costs.samples)))
+        except PlanError as error:
+            raise PlanError(f"{origin}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise PlanError(f"{origin} is not JSON: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file."""
@@ -368,11 +389,6 @@ class Profile:
 FORMAT = 1
 
 
-def _to_json(costs: Sequence[ModelCosts]) -> str:
-    data = _to_data(costs[0]) if len(costs) == 1 else {"sizes": [_to_data(one) for one in costs]}
-    return json.dumps({"penstock_costs": FORMAT, **data}, indent=1, allow_nan=False) + "\n"
-
-
 def _to_data(value: Any) -> Any:
     """Dataclasses as dicts, without the fields that have their default value."""
     if is_dataclass(value):
@@ -381,35 +397,29 @@ def _to_data(value: Any) -> Any:
     return [_to_data(one) for one in value] if isinstance(value, tuple) else value
 
 
-def _parse_costs(text: str, origin: str) -> list[ModelCosts]:
-    """The costs in a JSON text, one for each micro-batch size; ``origin`` names the text in errors."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"{origin} is not JSON: {error}") from error
-    model_keys = [one.name for one in fields(ModelCosts)]
-    try:
-        data = dict(_entries(data, "costs", (*model_keys, "sizes", "penstock_costs")))
-        version = data.pop("penstock_costs", FORMAT)
-        if version != FORMAT:
-            raise PlanError(f"costs of format {version!r} cannot be read here: expected {FORMAT}")
-        if "sizes" not in data:
-            return [_parse_model(data)]
-        if len(data) > 1:
-            raise PlanError(
-                f"costs have both sizes and {', '.join(data.keys() - {'sizes'})}: these belong into each size"
-            )
-        return [_parse_model(_entries(size, "a size", model_keys)) for size in _list(data, "sizes")]
-    except PlanError as error:
-        raise PlanError(f"{origin}: {error}") from error
-
-
 def _parse_model(data: Mapping[str, Any]) -> ModelCosts:
     _entries(data, "costs", data, ["layers"])
-    rows = _list(data, "layers")
-    layers = tuple(_parse_layer(row, i) for i, row in enumerate(rows))
+    rows, layers = _list(data, "layers"), []
+    keys = [one.name for one in fields(LayerCosts)]
+    required = ["name", "forward", "input_gradient", "weight_gradient", "activation", "parameters"]
+    for i, row in enumerate(rows):
+        named = isinstance(row, dict) and isinstance(row.get("name"), str)
+        where = f"layer {row['name']!r}" if named else f"layer number {i}"
+        values_of_layer = dict(_entries(row, where, (*keys, "output"), required))
+        values_of_layer.pop("output", None)
+        own = values_of_layer["parameters"]
+        check_number(own, f"{where}: parameters")
+        defaults = {"recompute": row["forward"], "gradients": own, "optimizer": 2 * own}
+        layers.append(LayerCosts(**{**defaults, **values_of_layer}))
     numbers = {layer.name: i for i, layer in enumerate(layers)}
-    crossings = [_parse_crossing(one, numbers) for one in _list(data, "crossings")]
+    crossings = []
+    for one in _list(data, "crossings"):
+        _entries(one, "a crossing", ["src", "dst", "bytes", "values"], ["src", "dst", "bytes"])
+        src, dst = (_layer_index(one[end], numbers, "a crossing") for end in ("src", "dst"))
+        values = _list(one, "values")
+        if any(not isinstance(pair, list) or len(pair) != 2 for pair in values):
+            raise PlanError(f"a crossing has values {values!r}: write pairs [number, bytes]")
+        crossings.append(Crossing(src, dst, one["bytes"], tuple((number, size) for number, size in values)))
     given = {(crossing.src, crossing.dst) for crossing in crossings}
     for i, row in enumerate(rows[:-1]):
         if ("output" in row) == ((i, i + 1) in given):
@@ -434,7 +444,7 @@ def _parse_model(data: Mapping[str, Any]) -> ModelCosts:
     if not isinstance(device, str):
         raise PlanError(f"device is {device!r}: write its name")
     return ModelCosts(
-        layers,
+        tuple(layers),
         tuple(sorted(crossings, key=lambda crossing: (crossing.src, crossing.dst))),
         data.get("samples", 1),
         tuple(shared),
@@ -443,27 +453,6 @@ def _parse_model(data: Mapping[str, Any]) -> ModelCosts:
         device,
         Overhead(**_entries(data.get("overhead", {}), "overhead", [one.name for one in fields(Overhead)])),
     )
-
-
-def _parse_layer(row: Any, index: int) -> LayerCosts:
-    named = isinstance(row, dict) and isinstance(row.get("name"), str)
-    keys = [one.name for one in fields(LayerCosts)]
-    required = ["name", "forward", "input_gradient", "weight_gradient", "activation", "parameters"]
-    where = f"layer {row['name']!r}" if named else f"layer number {index}"
-    values = dict(_entries(row, where, (*keys, "output"), required))
-    values.pop("output", None)
-    check_number(values["parameters"], f"{where}: parameters")
-    own = values["parameters"]
-    return LayerCosts(**{"recompute": values["forward"], "gradients": own, "optimizer": 2 * own, **values})
-
-
-def _parse_crossing(one: Any, numbers: Mapping[str, int]) -> Crossing:
-    _entries(one, "a crossing", ["src", "dst", "bytes", "values"], ["src", "dst", "bytes"])
-    src, dst = (_layer_index(one[end], numbers, "a crossing") for end in ("src", "dst"))
-    values = _list(one, "values")
-    if any(not isinstance(pair, list) or len(pair) != 2 for pair in values):
-        raise PlanError(f"a crossing has values {values!r}: write pairs [number, bytes]")
-    return Crossing(src, dst, one["bytes"], tuple((number, size) for number, size in values))
 
 
 def _layer_index(layer: Any, numbers: Mapping[str, int], where: str) -> int:

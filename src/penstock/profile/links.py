@@ -45,7 +45,7 @@ from penstock.engine.connections import Connections, Endpoints
 from penstock.engine.failure.watch import Rendezvous
 from penstock.engine.message import TensorMeta
 from penstock.errors import PlanError
-from penstock.profile.costs import Link
+from penstock.profile.costs import Link, check_counts
 from penstock.train.mesh import Mesh
 
 LARGE = 4 << 20  # bytes
@@ -70,15 +70,7 @@ class Links:
         )
 
 
-def fit_link(small: float, large: float, size: int, host: tuple[float, float] = (0.0, inf)) -> Link:
-    """The link on which a small message takes ``small`` seconds and one of ``size`` bytes ``large`` seconds.
-
-    ``host`` is the compute time of messages: ``Link.host`` and ``Link.host_bandwidth``.
-    """
-    return Link(*_fit_line(small, large, 0, size), *host)
-
-
-def _fit_line(small: float, large: float, small_size: int, size: int) -> tuple[float, float]:
+def fit_line(small: float, large: float, small_size: int, size: int) -> tuple[float, float]:
     """Intercept (seconds) and rate (bytes per second) of the line through the times of two message sizes."""
     rate = (size - small_size) / (large - small) if large > small else inf
     return round(max(0.0, small - small_size / rate), 9), rate
@@ -90,7 +82,7 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
     All ranks of the mesh call it, and all get all links; replicas measure at the same time. ``size`` is that of the
     large message in bytes. On a CPU, the compute time of messages is measured too, on all ranks at once.
     """
-    _check_counts(size, repeats)
+    check_counts(size=size, repeats=repeats)
     if not isinstance(mesh, Mesh):
         raise PlanError(f"links are measured between the ranks of a ps.Mesh, got {type(mesh).__name__}")
     rendezvous = Rendezvous(mesh.world_ranks, mesh.rank)
@@ -119,7 +111,7 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
             endpoint.close()
         connections.close()
     rendezvous.watch.stop()
-    return Links({(here, there): fit_link(small, large, size, host) for here, there, small, large in rows})
+    return Links({(here, there): Link(*fit_line(small, large, 0, size), *host) for here, there, small, large in rows})
 
 
 def _ping_pong(out: Endpoint, back: Endpoint, begins: bool, size: int, repeats: int) -> tuple[float, float]:
@@ -151,12 +143,12 @@ def local_link(src: str | torch.device, dst: str | torch.device, *, size: int = 
 
     Between threads that share a device nothing is copied, and the bandwidth is infinite.
     """
-    _check_counts(size, repeats)
+    check_counts(size=size, repeats=repeats)
     here, there = torch.device(src), torch.device(dst)
     small = _thread_round_trip(here, there, 1, repeats)
     if here == there:
         return Link(round(small, 9))
-    return fit_link(small, _thread_round_trip(here, there, size, repeats), size)
+    return Link(*fit_line(small, _thread_round_trip(here, there, size, repeats), 0, size))
 
 
 def _thread_round_trip(src: torch.device, dst: torch.device, size: int, repeats: int) -> float:
@@ -201,12 +193,6 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _check_counts(size: int, repeats: int) -> None:
-    for name, number in (("size", size), ("repeats", repeats)):
-        if type(number) is not int or number < 1:
-            raise PlanError(f"{name}={number!r} must be a whole number from 1 up")
-
-
 # ── compute time of messages on a CPU ────────────────────────────────────────────────────────────────────────────
 
 ROWS, WIDTH = 64, 1024  # of the matrix product: it reads as much as a layer, which evicts messages from the caches
@@ -227,7 +213,7 @@ def _host_time(
     times = [host_time_per_message(out, back, n, slowest * n / size, rank % 2) for n in sizes]
     everyone = [one["times"] for one in rendezvous.gather({"times": times})]
     small, large = map(statistics.mean, zip(*everyone, strict=True))
-    return _fit_line(small, large, *sizes)
+    return fit_line(small, large, *sizes)
 
 
 def host_time_per_message(out: Endpoint, back: Endpoint, size: int, slowest: float, turn: int) -> float:

@@ -13,8 +13,8 @@ import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from functools import partial
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -26,14 +26,7 @@ from penstock.engine.microbatch import batch_size, scatter, split_targets
 from penstock.errors import PlanError, did_you_mean
 from penstock.profile.analytic import Hardware, get_hardware
 from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, Profile, SharedParameters
-from penstock.profile.timing import (
-    ActionTimes,
-    LayerTimings,
-    analytic_clock,
-    measure_overhead,
-    median_times,
-    time_layer,
-)
+from penstock.profile.timing import ActionTimes, LayerTimings, count_time, measure_overhead, median_times, time_layer
 from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.split import chain_of
 from penstock.split.measure import LayerRun, Measurement, measure, tensor_bytes
@@ -119,7 +112,7 @@ def measure_costs(
     if not isinstance(seconds, (int, float)) or not 0 <= seconds < float("inf"):
         raise PlanError(f"seconds={seconds!r} must be a number from 0 up")
     target = None if hardware is None else get_hardware(hardware)
-    clock = None if target is None else analytic_clock(target)
+    clock = None if target is None else partial(count_time, target)
     sample_arguments(sample)  # raises for an invalid sample
     accelerators_of(chain.model, sample)  # raises for meta tensors
     there, spread = _device(chain, sample, device)
@@ -151,14 +144,16 @@ def measure_costs(
                 shown.begin(f"measuring {samples} samples", count)
                 measured = measure(chain, part, device=None if spread else there, finish=finish, timer=timer)
             firsts, consecutive = zip(*map(median_times, timings), strict=True)
-            launch = ActionTimes.median(one.minus(two) for one, two in zip(firsts, consecutive, strict=True))
+            differences = [one.minus(two) for one, two in zip(firsts, consecutive, strict=True)]
+            launch = map(median, zip(*differences, strict=True))
+            per_action = ActionTimes(*(round(a + b, 9) for a, b in zip(launch, overhead, strict=True)))
             layers = []
             for one, times, turns in zip(measured.layers, consecutive, timings, strict=True):
                 members = {id(tensor): tensor for _, tensor in chain.members(one.name)}.values()
                 trained = [t for t in members if isinstance(t, nn.Parameter) and t.requires_grad]
                 layer_costs = LayerCosts(
                     name=one.name,
-                    **asdict(times.minus(overhead)),
+                    **times.minus(overhead)._asdict(),
                     activation=one.activation_bytes,
                     parameters=one.parameter_bytes,
                     gradients=sum(map(tensor_bytes, trained)),
@@ -174,7 +169,7 @@ def measure_costs(
                 shared=_shared(chain),
                 kept_together=_kept_together(measured.kept),
                 device=there.type if target is None else target.name,
-                overhead=Overhead(**asdict(launch.plus(overhead))),
+                overhead=Overhead(**per_action._asdict()),
             )
             costs.append(model_costs)
     return Profile(tuple(costs))

@@ -23,10 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from statistics import fmean, median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,8 +85,7 @@ def _single_gpu(devices: set[torch.device]) -> torch.device | None:
     return next((device for device in devices if len(devices) == 1 and device.type == "cuda"), None)
 
 
-@dataclass(frozen=True)
-class ActionTimes:
+class ActionTimes(NamedTuple):
     """Seconds of the actions of one layer."""
 
     forward: float
@@ -97,14 +96,7 @@ class ActionTimes:
 
     def minus(self, other: ActionTimes) -> ActionTimes:
         """The difference, at least 0."""
-        return ActionTimes(*(max(0.0, round(a - b, 9)) for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    def plus(self, other: ActionTimes) -> ActionTimes:
-        return ActionTimes(*(round(a + b, 9) for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    @classmethod
-    def median(cls, times: Iterable[ActionTimes]) -> ActionTimes:
-        return cls(*map(median, zip(*map(astuple, times), strict=True)))
+        return ActionTimes(*(max(0.0, round(a - b, 9)) for a, b in zip(self, other, strict=True)))
 
 
 def measure_overhead(device: torch.device, budget: float) -> ActionTimes:
@@ -158,15 +150,16 @@ def time_layer(
     """
     module = layer.stage if layer.targets else _BackwardRoots(layer.stage)
     takes, gives = len(layer.values), max(1, len(layer.targets))
-    flush = _cache_flusher(min(other_bytes, FLUSHED_BYTES)) if device.type == "cpu" and clock is None else None
+    flushed = min(other_bytes, FLUSHED_BYTES) if device.type == "cpu" and clock is None else 0
+    others = torch.ones(-(-flushed // 4))
     consecutive = clock is None and _single_gpu(layer.devices) is not None and not _changes_buffers(layer)
     numbers = list(range(CONSECUTIVE if consecutive else 1))
 
     def timed(
         action: Callable[..., object], *arguments: Sequence[Any], hot: Iterable[Tensor | None] = ()
     ) -> Callable[[], Seconds]:
-        if flush is not None:
-            flush(hot)
+        if flushed:
+            flush_caches(others, hot)
         return time_action(action, list(zip(*arguments, strict=True)), layer.devices, clock or measure_time)
 
     def input_message() -> Message:
@@ -177,11 +170,16 @@ def time_layer(
         return merge_messages(messages)[0] if takes > 1 else messages[0]
 
     def forwards(engine: StageEngine, slots: Sequence[Slot]) -> tuple[Callable[[], Seconds], list[list[Tensor | None]]]:
-        """A timed forward, and gradients of its outputs."""
+        """A timed forward, and gradients of ones for its outputs, which are dropped as if they had been sent."""
         messages = [input_message() for _ in numbers]
         hot = [leaf for leaf in messages[0].leaves if isinstance(leaf, Tensor)]
         done = timed(engine.forward, numbers, messages, slots, hot=hot)
-        return done, [_take_output_grads(slot) for slot in slots]
+        grads: list[list[Tensor | None]] = []
+        for slot in slots:
+            sent = [message for message in slot.messages if message is not None]
+            grads.append([torch.ones_like(message.leaves[i]) for message in sent for i in message.wants])
+            slot.messages = []
+        return done, grads
 
     saving = StageEngine(layer.index, module, device, num_sources=takes, num_targets=gives)
     full, split = [Slot() for _ in numbers], [Slot(saving.new_queue()) for _ in numbers]
@@ -226,6 +224,13 @@ def time_layer(
         return LayerTimings(repeat(actions, 0.8), repeat(recomputes, 0.2), deferred[0])
 
 
+def flush_caches(others: Tensor, hot: Iterable[Tensor | None]) -> None:
+    """Evict everything from the caches except the hot tensors; ``others`` are as large as the other layers."""
+    for tensor in (others, *hot):
+        if tensor is not None and tensor.is_floating_point():
+            tensor.detach().sum()
+
+
 def _changes_buffers(layer: LayerRun) -> bool:
     """Whether a forward writes to buffers: then a second forward would invalidate the backward of the first."""
     buffers = list(layer.stage.buffers())
@@ -261,29 +266,6 @@ class _BackwardRoots(nn.Module):
         return backward_roots(self.stage(*values))
 
 
-def _cache_flusher(size: int) -> Callable[[Iterable[Tensor | None]], None] | None:
-    """A function that evicts everything from the caches except the given tensors, as other layers would."""
-    if not size:
-        return None
-    others = torch.ones(max(1, size // 4))
-
-    def flush(hot: Iterable[Tensor | None]) -> None:
-        for tensor in (others, *hot):
-            if tensor is not None and tensor.is_floating_point():
-                tensor.detach().sum()
-
-    return flush
-
-
-def _take_output_grads(slot: Slot) -> list[Tensor | None]:
-    """Gradients of ones for the outputs of a forward, which are dropped as if they had been sent."""
-    grads: list[Tensor | None] = [
-        torch.ones_like(message.leaves[i]) for message in slot.messages if message is not None for i in message.wants
-    ]
-    slot.messages = []
-    return grads
-
-
 # ── hardware that is not present ─────────────────────────────────────────────────────────────────────────────────
 
 LAUNCH = 2e-6  # seconds to launch an operation: an assumption
@@ -294,19 +276,15 @@ _NO_TRAFFIC = (  # views that are not marked as such, and allocations
 )  # fmt: skip
 
 
-def analytic_clock(hardware: Hardware) -> Clock:
+def count_time(hardware: Hardware, work: Callable[[], object], devices: set[torch.device]) -> Elapsed:
     """A clock for hardware that is not present: operations run on this machine, and their FLOPs and bytes are counted.
 
     An operation takes the longest of its FLOPs at the rate that the hardware reaches, of the bytes that it reads and
     writes at the rate of its memory, and of the launch latency.
     """
-
-    def clock(work: Callable[[], object], devices: set[torch.device]) -> Elapsed:
-        with _CostCounter(hardware) as counter:
-            work()
-        return lambda: counter.seconds
-
-    return clock
+    with _CostCounter(hardware) as counter:
+        work()
+    return lambda: counter.seconds
 
 
 class _CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -319,7 +297,11 @@ class _CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        moved = _bytes_moved(func, (args, kwargs), result)
+        schema = func._schema
+        if schema.name in _NO_TRAFFIC or (func.is_view and not schema.is_mutable):
+            return result
+        tensors = pytree.tree_leaves((result, result) if schema.name in _LOOKUPS else (args, kwargs, result))
+        moved = float(sum(tensor_bytes(leaf) for leaf in tensors if isinstance(leaf, Tensor)))
         if moved:
             products = self.hardware.compute(_flops(func, args, kwargs, result))
             self.seconds += max(products, self.hardware.move(moved), LAUNCH)
@@ -337,12 +319,3 @@ def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: An
     query, key = args[1:3] if name.endswith("backward") else args[:2]
     forward: float = 4.0 * query.numel() * key.shape[-2]
     return 2.5 * forward if name.endswith("backward") else forward
-
-
-def _bytes_moved(func: Any, arguments: Any, result: Any) -> float:
-    """Bytes read and written: none by views and allocations."""
-    schema = func._schema
-    if schema.name in _NO_TRAFFIC or (func.is_view and not schema.is_mutable):
-        return 0.0
-    moved = (result, result) if schema.name in _LOOKUPS else (arguments, result)
-    return float(sum(tensor_bytes(leaf) for leaf in pytree.tree_leaves(moved) if isinstance(leaf, Tensor)))

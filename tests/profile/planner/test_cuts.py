@@ -90,14 +90,14 @@ def test_what_is_recomputed_is_the_least_that_keeps_the_memory(problem: tuple[Se
     for rank in range(len(ranks)):
         found = choose_recompute(segments, ranks, rank, runs)
         fit = [
-            (sum(segments.recompute_work(*runs[number]) for number in again), again)
+            (sum(segments.total("recompute", *runs[number]) for number in again), again)
             for size in range(v + 1)
             for again in combinations(range(v), size)
             if (ranks.recompute is None or size == v * ranks.recompute)
             and _peak(segments, runs, again, 2) <= ranks.memory[rank]
         ]
         assert (found is None) == (not fit)
-        assert found is None or sum(segments.recompute_work(*runs[number]) for number in found) == min(fit)[0]
+        assert found is None or sum(segments.total("recompute", *runs[number]) for number in found) == min(fit)[0]
 
 
 def _peak(segments: Segments, runs: list[tuple[int, int]], again: tuple[int, ...], in_flight: int) -> float:
@@ -136,7 +136,7 @@ def test_a_stage_that_recomputes_keeps_what_came_to_it() -> None:
     skip = Crossing(0, 2, 5.0)
     segments = Segments(ModelCosts(layers, (base.crossings[0], skip, base.crossings[1])))
     assert [segments.input_bytes(*run) for run in ((0, 3), (1, 2), (1, 3), (2, 3))] == [0, 1, 6, 6]
-    assert segments.recompute_work(1, 3) == pytest.approx(2.0)
+    assert segments.total("recompute", 1, 3) == pytest.approx(2.0)
     assert (
         rank_bytes(segments, [(1, 3)], (0,), 4) == 4 + 3 * 6 + 20
     )  # three inputs, and one micro-batch that is there again

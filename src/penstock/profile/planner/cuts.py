@@ -21,12 +21,9 @@ from itertools import accumulate, pairwise
 from math import inf
 from operator import add
 
-from penstock.profile.costs import Crossing, LayerCosts, ModelCosts
+from penstock.profile.costs import ModelCosts
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, loop, vee
-
-RangeCosts = tuple[float, float, float, float]
-"""See ``Segments.range_costs``."""
 
 
 class Segments:
@@ -40,16 +37,22 @@ class Segments:
         ]  # a backward may be split or not, whichever is faster
         self.work_before = _cumulative(self.layer_work)
         self._totals: dict[str, list[float]] = {}
-        self._static = _cumulative(_static_bytes(layer) for layer in layers)
+        self._static = _cumulative(layer.static_bytes for layer in layers)
         self._activation = _cumulative(layer.activation for layer in layers)
         self._has_deferred = any(layer.deferred is not None for layer in layers)
-        self._ties = [
-            (sorted(set(tie.layers)), tie.bytes * _static_ratio([layers[i] for i in tie.layers]))
-            for tie in costs.shared
-        ]
+        self._ties: list[tuple[list[int], float]] = []  # layers, and their common static bytes
+        for tie in costs.shared:
+            own = sum(layers[i].parameters for i in tie.layers)
+            static = sum(layers[i].static_bytes - layers[i].buffers for i in tie.layers)
+            self._ties.append((sorted(set(tie.layers)), tie.bytes * (static / own if own else 1.0)))
         self._kept_together = sorted((max(a, b), min(a, b), size) for a, b, size in costs.kept_together)
-        self._range_cache: dict[tuple[int, int], RangeCosts] = {}
-        self._values = _values(costs.crossings)
+        self._range_cache: dict[tuple[int, int], tuple[float, float, float, float]] = {}
+        values: dict[tuple[int, int], tuple[list[int], float]] = {}  # destinations and bytes by source and number
+        for number, crossing in enumerate(costs.crossings):
+            for key, size in crossing.values or [(-1 - number, crossing.bytes)]:
+                destinations = values.get((crossing.src, key), ([],))[0]
+                values[crossing.src, key] = sorted([*destinations, crossing.dst]), size
+        self._values = [(src, destinations, size) for (src, _), (destinations, size) in values.items()]
         self._inputs_at: dict[int, list[tuple[int, float]]] = {}
         self.cut_bytes = [0.0] * (self.n + 1)  # that cross a cut before each layer; a value counts once
         for src, destinations, size in self._values:
@@ -66,10 +69,6 @@ class Segments:
         if name not in self._totals:
             self._totals[name] = _cumulative(getattr(layer, name) for layer in self.costs.layers)
         return self._totals[name][j] - self._totals[name][i]
-
-    def recompute_work(self, i: int, j: int) -> float:
-        """Seconds of a repeated forward."""
-        return self.total("recompute", i, j)
 
     def static_bytes(self, i: int, j: int) -> float:
         """Bytes of parameters, gradients, optimizer state and buffers."""
@@ -93,7 +92,7 @@ class Segments:
         """Bytes kept from I to W for the weight gradients of one micro-batch."""
         return self.total("deferred_bytes", i, j) if self._has_deferred else self.activation_bytes(i, j)
 
-    def range_costs(self, i: int, j: int) -> RangeCosts:
+    def range_costs(self, i: int, j: int) -> tuple[float, float, float, float]:
         """Recompute seconds, static bytes, activation bytes, and the part of these that is the input of the range.
 
         The input counts as part of the activation, as it is for linear layers and norms.
@@ -101,7 +100,8 @@ class Segments:
         found = self._range_cache.get((i, j))
         if found is None:
             kept = self.activation_bytes(i, j)
-            found = self.recompute_work(i, j), self.static_bytes(i, j), kept, min(kept, self.input_bytes(i, j))
+            repeated = self.total("recompute", i, j)
+            found = repeated, self.static_bytes(i, j), kept, min(kept, self.input_bytes(i, j))
             self._range_cache[i, j] = found
         return found
 
@@ -116,28 +116,8 @@ class Segments:
         return sum(size for dst, size in self._inputs_at[i] if dst < j)
 
 
-def _values(crossings: Sequence[Crossing]) -> list[tuple[int, list[int], float]]:
-    """Each value that is sent: its source layer, its destination layers in order, and its bytes."""
-    found: dict[tuple[int, int], tuple[list[int], float]] = {}
-    for number, crossing in enumerate(crossings):
-        for key, size in crossing.values or [(-1 - number, crossing.bytes)]:
-            destinations = found.get((crossing.src, key), ([],))[0]
-            found[crossing.src, key] = sorted([*destinations, crossing.dst]), size
-    return [(src, destinations, size) for (src, _), (destinations, size) in found.items()]
-
-
 def _cumulative(numbers: Iterable[float]) -> list[float]:
     return [0.0, *accumulate(numbers)]
-
-
-def _static_bytes(layer: LayerCosts) -> float:
-    return layer.parameters + layer.gradients + layer.optimizer + layer.buffers
-
-
-def _static_ratio(layers: Sequence[LayerCosts]) -> float:
-    """Bytes of parameters, gradients and optimizer state per byte of parameters."""
-    parameters = sum(layer.parameters for layer in layers)
-    return sum(_static_bytes(layer) - layer.buffers for layer in layers) / parameters if parameters else 1.0
 
 
 # ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -182,7 +162,7 @@ def rank_time(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> float:
     if recomputed is None:
         return inf
     work = sum(segments.work(*run) for run in runs)
-    return (work + sum(segments.recompute_work(*runs[number]) for number in recomputed)) / ranks.speed[rank]
+    return (work + sum(segments.total("recompute", *runs[number]) for number in recomputed)) / ranks.speed[rank]
 
 
 def choose_recompute(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> tuple[int, ...] | None:
@@ -365,8 +345,6 @@ def balanced(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts
         shares += [by_memory] if any(by_memory) else []  # all zero where layers take no time
     starts = {_even_cuts(segments, ranks, placement, share, avoid) for share in shares for avoid in (True, False)}
     searches = [_LocalSearch(segments, ranks, placement, list(cuts)) for cuts in starts]
-    for search in searches:
-        search.descend()
     best = min(searches, key=lambda search: (search.value, search.cuts))
     return None if best.value[0] else tuple(best.cuts)
 
@@ -374,7 +352,7 @@ def balanced(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts
 def _memory_shares(segments: Segments, ranks: Ranks) -> tuple[float, ...]:
     """The share of the work that each rank can do in the same time within its memory, if all layers were equal."""
     whole = 0, segments.n
-    work, recompute = segments.work(*whole), segments.recompute_work(*whole)
+    work, recompute = segments.work(*whole), segments.total("recompute", *whole)
     static, kept = segments.static_bytes(*whole), segments.activation_bytes(*whole)
     parts = (1.0,) if ranks.recompute else (0.0,) if ranks.recompute is False else tuple(k / 8 for k in range(9))
 
@@ -418,7 +396,7 @@ def _even_cuts(segments: Segments, ranks: Ranks, placement: Sequence[int], share
 
 
 class _LocalSearch:
-    """Cuts with the time of each rank. ``value`` is compared lexicographically: (missing memory as a fraction of the
+    """Moves cuts while their ``value`` falls. It is compared lexicographically: (missing memory as a fraction of the
     limit, bottleneck, sum of the 8th powers of all times relative to it), so that fewer ranks at the bottleneck are
     better."""
 
@@ -429,8 +407,6 @@ class _LocalSearch:
         self.missing = [0.0] * len(ranks)
         self.times = [self._evaluate(rank) for rank in range(len(ranks))]
         self.value = self._value()
-
-    def descend(self) -> None:
         inner, moving = len(self.cuts) - 1, True
         while moving:
             moving = False

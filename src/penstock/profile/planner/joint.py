@@ -293,24 +293,20 @@ class _Search:
             self.add(adapted.point, stages, found)
 
     def _initial_points(self) -> Iterator[Point]:
-        """Cuts to start from, for many micro-batches in flight and for few."""
+        """Cuts to start from, for many micro-batches in flight and for few, with the stages that memory asks to
+        recompute."""
         p, m = len(self.ranks), self.m
         in_flight = [(float(count),) * p for count in sorted({min(m, p), min(m, max(1, p // 2)), 1})]
         in_flight.append(tuple(float(min(m, p - rank)) for rank in range(p)))
         for counts in in_flight:
             limits = replace(self.ranks, in_flight=counts)
             for cuts in find_cuts(self.segments, limits, self.placement):
-                yield cuts, self._recomputed(limits, cuts)
-
-    def _recomputed(self, ranks: Ranks, cuts: Cuts) -> frozenset[int]:
-        """The stages to recompute so that every rank fits its memory."""
-        runs = list(pairwise((0, *cuts)))
-        recomputed: set[int] = set()
-        for rank in range(len(ranks)):
-            own = [stage for stage, other in enumerate(self.placement) if other == rank]
-            chosen = choose_recompute(self.segments, ranks, rank, [runs[stage] for stage in own])
-            recomputed.update(own[number] for number in chosen or ())
-        return frozenset(recomputed)
+                runs, recomputed = list(pairwise((0, *cuts))), set[int]()
+                for rank in range(p):
+                    own = [stage for stage, other in enumerate(self.placement) if other == rank]
+                    chosen = choose_recompute(self.segments, limits, rank, [runs[stage] for stage in own])
+                    recomputed.update(own[number] for number in chosen or ())
+                yield cuts, frozenset(recomputed)
 
     def _neighbours(self, point: Point) -> Iterator[Point]:
         """Some adjacent cuts moved by one layer; or a stage of a rank recomputed, kept, or instead of another."""

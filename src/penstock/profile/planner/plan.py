@@ -22,7 +22,7 @@ from penstock.engine.microbatch import batch_size
 from penstock.errors import PlanError
 from penstock.format import parse_bytes
 from penstock.profile.analytic import Hardware, Transformer, analytic_costs, get_hardware, parse_transformer
-from penstock.profile.costs import Link, ModelCosts, Profile
+from penstock.profile.costs import Link, ModelCosts, Profile, check_counts
 from penstock.profile.links import local_link, measure_links, process_link
 from penstock.profile.measure import OptimizerLike, measure_costs
 from penstock.profile.planner.result import PlanResult
@@ -153,10 +153,7 @@ def plan(
 
 
 def _check_options(batch: Any, microbatches: Any, seconds: Any, seed: Any, devices: Any = 1) -> None:
-    counts = {"batch": batch, "devices": devices, "microbatches": 1 if microbatches is None else microbatches}
-    for name, number in counts.items():
-        if type(number) is not int or number < 1:
-            raise PlanError(f"{name}={number!r} must be a whole number, from 1 up")
+    check_counts(batch=batch, devices=devices, microbatches=1 if microbatches is None else microbatches)
     if not isinstance(seconds, (int, float)) or not 0 < seconds < inf:
         raise PlanError(f"seconds={seconds!r}: expected how long to search, above 0")
     if type(seed) is not int:
@@ -175,9 +172,7 @@ def _device_names(devices: Any) -> list[str]:
             raise PlanError(f"devices={devices} must be at least 1")
         return [f"cuda:{i}" for i in range(devices)] if gpus >= devices else ["cpu"] * devices
     if not isinstance(devices, (list, tuple)) or not devices:
-        raise PlanError(
-            f"devices={devices!r} must be how many ranks there may be, or a list of one device for each rank"
-        )
+        raise PlanError(f"devices={devices!r} must be how many ranks there may be, or a list: one device for each rank")
     return [str(device) for device in assign_devices(devices, len(devices))]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -66,11 +66,6 @@ class Candidate:
     def recomputed(self) -> tuple[int, ...]:
         """The stages with recomputed forwards."""
         return tuple(sorted({a.stage for order in self.schedule.orders for a in order if a.kind == "R"}))
-
-    @property
-    def gap(self) -> float:
-        """Relative distance from the lower bound."""
-        return self.seconds / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
 @dataclass(frozen=True)
@@ -153,7 +148,8 @@ class PlanResult:
 
     def __str__(self) -> str:
         best = self.best
-        certain = "no order of these stages is faster" if best.gap < 1e-9 else f"at most {best.gap:.1%} above the best"
+        gap = best.seconds / best.lower_bound - 1 if best.lower_bound else 0.0
+        certain = "no order of these stages is faster" if gap < 1e-9 else f"at most {gap:.1%} above the best"
         recomputed = ""
         if best.recomputed and not best.configuration.recompute:
             recomputed = f", stages {', '.join(map(str, best.recomputed))} recomputed"
@@ -181,8 +177,7 @@ class PlanResult:
 
     def _repr_html_(self) -> str:
         """HTML for notebooks."""
-        html: str = _registry.viz().plan_result_html(self)
-        return html
+        return str(_registry.viz().plan_result_html(self))
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file, which every rank can read."""
@@ -234,7 +229,16 @@ class PlanResult:
             plan = None if data["plan"] is None else Plan._from_data(data["plan"])
             devices = None if data["devices"] is None else tuple(data["devices"])
             layers = tuple(data["layers"])
-            _check_candidate(best, layers)
+            # Cuts, memory and numbers must be complete, and those of the schedule.
+            schedule, ends = best.schedule, (0, *best.cuts)
+            increasing = all(i < j for i, j in pairwise(ends))
+            if len(best.cuts) != schedule.num_stages or ends[-1] != len(layers) or not increasing:
+                raise ValueError(f"cuts {list(best.cuts)} of {len(layers)} layers into {schedule.num_stages} stages")
+            if len(best.memory) != schedule.num_ranks or best.configuration.pipe != schedule.num_ranks:
+                raise ValueError(f"memory of {len(best.memory)} ranks, and a schedule for {schedule.num_ranks}")
+            for number in (best.seconds, best.lower_bound, best.bubble, *best.memory):
+                if not isinstance(number, (int, float)) or isinstance(number, bool):
+                    raise ValueError(f"{number!r} is not a number")
         except PenstockError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -242,15 +246,3 @@ class PlanResult:
         if plan is not None and model is not None:
             plan = plan.attach(model)
         return cls(best, others, layers, plan, devices)
-
-
-def _check_candidate(best: Candidate, layers: Sequence[str]) -> None:
-    """Check that cuts, memory and numbers are complete and consistent with the schedule."""
-    schedule, cuts = best.schedule, (0, *best.cuts)
-    if len(best.cuts) != schedule.num_stages or cuts[-1] != len(layers) or any(i >= j for i, j in pairwise(cuts)):
-        raise ValueError(f"cuts {list(best.cuts)} of {len(layers)} layers into {schedule.num_stages} stages")
-    if len(best.memory) != schedule.num_ranks or best.configuration.pipe != schedule.num_ranks:
-        raise ValueError(f"memory of {len(best.memory)} ranks, and a schedule for {schedule.num_ranks}")
-    for number in (best.seconds, best.lower_bound, best.bubble, *best.memory):
-        if not isinstance(number, (int, float)) or isinstance(number, bool):
-            raise ValueError(f"{number!r} is not a number")

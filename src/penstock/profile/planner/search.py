@@ -124,7 +124,11 @@ def search(
                 found[number] = one, refined
     found.sort(key=lambda pair: pair[1].seconds)
     best = found[0][1]
-    rejections += [one.skipped(best.seconds) for one in skipped]
+    for one in skipped:
+        expected, reason = one.estimate, "less promising" if one.estimate >= best.seconds else "not evaluated"
+        if one.lower_bound >= best.seconds:
+            expected, reason = one.lower_bound, f"at least {one.lower_bound / best.seconds - 1:.1%} slower"
+        rejections.append(Rejection(one.configuration, reason, expected))
     for _, other in found[1:]:
         reason = f"{other.seconds / best.seconds - 1:.1%} slower"
         rejections.append(Rejection(other.configuration, reason, other.seconds, max(other.memory)))
@@ -189,14 +193,6 @@ class _Evaluation:
             simulation.bubble, costs, saved,
         )  # fmt: skip
 
-    def skipped(self, best: float) -> Rejection:
-        """The reason why it was not evaluated, given the time of the best candidate."""
-        if self.lower_bound >= best:
-            reason = f"at least {self.lower_bound / best - 1:.1%} slower"
-            return Rejection(self.configuration, reason, self.lower_bound)
-        reason = "less promising" if self.estimate >= best else "not evaluated"
-        return Rejection(self.configuration, reason, self.estimate)
-
     def memory_estimate(self) -> float:
         """About the least bytes that a rank needs: its share of the model, and one micro-batch of a layer."""
         segments, p = self.segments, self.configuration.pipe
@@ -215,21 +211,15 @@ def _nothing_fits(evaluations: Sequence[_Evaluation]) -> str:
     """The error if no configuration fits: by how much memory is too small, and remedies."""
     costs = evaluations[0].segments.costs
     limit = max(max(one.ranks.memory) for one in evaluations)
-    static = [layer.parameters + layer.gradients + layer.optimizer + layer.buffers for layer in costs.layers]
-    largest = max(range(len(static)), key=static.__getitem__)
+    largest = max(costs.layers, key=lambda layer: layer.static_bytes)
     text = f"nothing fits the memory of {format_size_exact(limit)} per device; "
-    if static[largest] > limit:
+    if largest.static_bytes > limit:
         text += (
-            f"layer {costs.layers[largest].name} alone needs {format_size_exact(static[largest])} with its gradients "
+            f"layer {largest.name} alone needs {format_size_exact(largest.static_bytes)} with its gradients "
             "and optimizer state: divide it into smaller layers, or shard it (parallelize=); "
         )
     closest = sorted(evaluations, key=lambda one: (one.configuration.v, one.memory_estimate()))[:REFINED]
-    factors = [
-        least_memory(
-            one.segments, one.ranks, placement_of(one.configuration.shape, len(one.ranks), one.configuration.v)
-        )
-        for one in closest
-    ]
+    factors = [least_memory(one.segments, one.ranks, one.placement) for one in closest]
     factor, best = min(zip(factors, closest, strict=True), key=lambda pair: pair[0])
     remedies = "more memory or devices, an optimizer with less state (optimizer=)"
     if all(one.configuration.recompute is False for one in evaluations):
