@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -98,6 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except SystemExit as exit:  # after a completion script, or from a script that a command ran
         return exit.code if isinstance(exit.code, int) else 1
+
+
+@contextmanager
+def usage_errors(problem: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise errors of these kinds as a ``UsageError``: the problem, and the reason."""
+    try:
+        yield
+    except kinds as error:
+        raise UsageError(f"{problem}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def option(help: str, *names: str, **settings: Any) -> Any:

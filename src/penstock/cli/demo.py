@@ -27,16 +27,17 @@ import typer
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.cli import UsageError, complete_schedule, option, unwritable
+from penstock.cli import UsageError, complete_schedule, option, unwritable, usage_errors
 from penstock.cli.run import run as run_processes
 from penstock.data import Digits, load_mnist
 from penstock.errors import PenstockError, ScheduleError
+from penstock.format import count_noun
 from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.schedule import Costs, simulate
 from penstock.schedule.provider import ScheduleProvider
 from penstock.train.launch import usable_cores
 from penstock.train.pipeline import StepTotals
-from penstock.viz import count_noun, print_schedule
+from penstock.viz import print_schedule
 
 _EXAMPLES = """\
 Examples:
@@ -54,11 +55,9 @@ Examples:
 _BALANCES = {1: [4], 2: [1, 3], 3: [1, 1, 2], 4: [1, 1, 1, 1]}
 _TRACED_STEPS = 10
 
+# Largest accepted difference of losses and gradient norms, relative to the plain model's where that is above 1.
+# Regrouped sums of doubles differ by about 1e-15. A wrong gradient shows at once in its norm, and then in the losses.
 TOLERANCE = 1e-9
-"""Largest accepted difference of losses and gradient norms, relative to the plain model's where that is above 1.
-
-Regrouped sums of doubles differ by about 1e-15. A wrong gradient shows at once in its norm, and then in the losses.
-"""
 
 app = typer.Typer(add_completion=False)
 
@@ -95,10 +94,8 @@ def demo(
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: there is no GPU here")
     if profile:
-        try:
+        with usage_errors(f"--profile-dir: cannot write to {profile_dir!r}", OSError):
             Path(profile_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--profile-dir: cannot write to {profile_dir!r}: {error.strerror}") from None
     if reason := unwritable(report):
         raise UsageError(f"--report: cannot write {report!r}: {reason}")
     name = "sharded" if strategy == "sharded" else schedule or "1f1b"
@@ -106,16 +103,12 @@ def demo(
         epochs, batch_size, test_batch_size, learning_rate, name, microbatches, seed, data, stages,
         device_iterations, device, offload_optimiser, profile_dir if profile else None, report, debug,
     )  # fmt: skip
-    try:
+    with usage_errors("--data", PenstockError):
         samples = min(batch_size, len(load_mnist(data)[0]))
-    except PenstockError as error:
-        raise UsageError(f"--data: {error}") from None
     if microbatches > samples:
         raise UsageError(f"--microbatches {microbatches} is too many: a step has {samples} samples")
-    try:
+    with usage_errors("--schedule", ScheduleError):
         schedules = settings.schedules()
-    except ScheduleError as error:
-        raise UsageError(f"--schedule: {error}") from None
     if not schedules.training(1).trains:
         raise UsageError(f"--schedule: {schedules.name!r} has no backward, and so does not train")
     if processes:
@@ -394,15 +387,10 @@ def _print_details(plan: ps.Plan, schedule: ps.Schedule, batch: Tensor) -> None:
     print(f"\nThe order of each rank: stage, kind and micro-batch\n\n{str(schedule).rstrip()}")
 
 
-def _run_rank(settings: Settings) -> None:
-    """The program of one process."""
+if __name__ == "__main__":  # one process of --processes
+    options = Settings(**json.loads(sys.argv[1]))
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    mesh = ps.Mesh(pipe=dist.get_world_size(), device=settings.device_of(rank))
-    with nullcontext() if rank == 0 else redirect_stdout(StringIO()):
-        train(settings, mesh)
+    mesh = ps.Mesh(pipe=dist.get_world_size(), device=options.device_of(dist.get_rank()))
+    with nullcontext() if mesh.rank == 0 else redirect_stdout(StringIO()):
+        train(options, mesh)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _run_rank(Settings(**json.loads(sys.argv[1])))

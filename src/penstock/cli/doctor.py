@@ -123,12 +123,13 @@ def examine() -> Iterator[Finding]:
     if "RANK" not in environ and is_slurm(environ):
         with suppress(PenstockError):  # the exchange between the ranks reports it
             environ = {**slurm_variables(environ), **environ}
-    host = socket.gethostname()
-    yield from check_network(host, _addresses(host), max(_reverse_lookup() for _ in range(3)), environ)
+    host, addresses = socket.gethostname(), dict[str, None]()
+    with suppress(OSError, UnicodeError):  # the name is not known
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = dict.fromkeys(str(address[0]) for *_, address in found)
+    yield from check_network(host, list(addresses), max(_reverse_lookup() for _ in range(3)), environ)
     if ps.is_distributed() and environ.get("WORLD_SIZE") != "1":
         yield from _check_ranks()
-    elif not dist.is_gloo_available():
-        yield Finding("fail", "gloo", "this torch has no gloo", "install a torch built with it: ranks on CPUs need it")
     else:
         yield _check_processes("gloo", "cpu")
         if torch.cuda.device_count() > 1 and dist.is_nccl_available():
@@ -212,14 +213,6 @@ def check_network(
     loopback = several and (master == "localhost" or master.startswith("127."))
     remedy = "it is each machine itself: set MASTER_ADDR to the first machine's address in their network"
     yield _check(loopback, "launcher", text, remedy, "fail")
-
-
-def _addresses(host: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return []
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
 def _reverse_lookup() -> float:

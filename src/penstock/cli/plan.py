@@ -87,8 +87,7 @@ def plan(
     from penstock import profile
     from penstock.format import parse_bytes
 
-    if layers:
-        assert hardware is not None
+    if layers and hardware:
         transformer, device = profile.parse_transformer(layers), profile.get_hardware(hardware)
         batch = batch or max(1, _DEFAULT_TOKENS // transformer.seq)
         options |= {"memory": memory, "tensor": tensor, "half_layers": half_layers}
@@ -99,14 +98,13 @@ def plan(
             f"tokens, on {devices} × {device.name}\n"
             f"{batch * transformer.seq / result.seconds:,.0f} tokens per second, {share:.1%} of the devices' peak\n"
         )
-    elif not model:
-        assert costs is not None
-        assert batch is not None
+    elif costs and batch and not model:
         limit = float("inf") if memory is None else float(parse_bytes(memory))
         grids = [(1, p) for p in range(1, devices + 1)] if threads else None
         measured = profile.Profile.load(costs)
         result = profile.plan_costs(measured, batch=batch, devices=devices, grids=grids, memory=limit, **options)
     else:
+        assert model is not None
         options |= {"devices": devices, "replicas": not threads, "memory": memory, "batch": batch, "costs": costs}
         options |= {"hardware": hardware, "measure_seconds": 5.0 if measure is None else measure}
         loaded = _load(model)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import UsageError, option
+from penstock.cli import UsageError, option, usage_errors
 
 _EXAMPLES = """\
 Examples, after trace.save("run.json") of `with pipe.trace() as trace:`:
@@ -33,14 +33,10 @@ def report(
     target = Path(output) if output else source.with_suffix(".html")
     if target.resolve() == source.resolve():
         raise UsageError(f"the page would be written over the trace {trace_file!r}: give another file with -o")
-    try:
+    with usage_errors(f"cannot read {trace_file!r}", OSError):
         trace = Trace.load(source)
-    except OSError as error:
-        raise UsageError(f"cannot read {trace_file!r}: {error.strerror or error}") from None
-    try:
+    with usage_errors(f"cannot write {str(target)!r}", OSError):
         findings = trace.report(target)
-    except OSError as error:
-        raise UsageError(f"cannot write {str(target)!r}: {error.strerror or error}") from None
     print(findings.head)
     if trace.comparison is not None:
         print(trace.comparison)

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from penstock.cli import UsageError, option
+from penstock.cli import UsageError, option, usage_errors
 from penstock.errors import PenstockError
 from penstock.train.launch import usable_cores
 
@@ -85,17 +85,31 @@ def run(
 ) -> int:
     """Train a script as a pipeline."""
     total = stages * data * tensor
-    _check_machines(total, nnodes, node_rank, master, rdzv_endpoint)
+    if total % nnodes:
+        raise UsageError(f"{total} processes cannot be shared equally by --nnodes {nnodes} machines")
+    if nnodes == 1 and (master or rdzv_endpoint or node_rank is not None):
+        raise UsageError("--master, --rdzv-endpoint and --node-rank are for several machines: give --nnodes, too")
+    if nnodes > 1 and bool(master) == bool(rdzv_endpoint):
+        raise UsageError(f"{nnodes} machines need one address to connect to: give --rdzv-endpoint or --master")
+    endpoint = master or rdzv_endpoint
+    host, _, port = (endpoint or "localhost:1").rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UsageError(f"{endpoint!r} is not HOST:PORT")
+    if bool(master) != (node_rank is not None):
+        raise UsageError("--master needs --node-rank, the number of this machine from 0; --rdzv-endpoint has none")
+    if node_rank is not None and node_rank >= nnodes:
+        raise UsageError(f"--node-rank {node_rank} is too high: --nnodes {nnodes} are numbered from 0 on")
+    try:
+        socket.getaddrinfo(host.strip("[]"), None)
+    except (OSError, UnicodeError):
+        raise UsageError(f"the machine {host!r} is not known here: is its name right?") from None
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script!r}")
     if module and PathFinder.find_spec(package := script.partition(".")[0], [os.getcwd(), *sys.path]) is None:
         raise UsageError(f"there is no module {script!r}: {package!r} is not here, nor installed")
-    try:
+    with usage_errors(f"cannot write to --log-dir {log_dir!r}", OSError):
         directory = Path(log_dir or tempfile.mkdtemp(prefix="penstock_"))
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write to --log-dir {log_dir!r}: {error.strerror}") from None
-    endpoint = master or rdzv_endpoint
     config = LaunchConfig(
         min_nodes=nnodes,
         max_nodes=nnodes,
@@ -135,29 +149,6 @@ def run(
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _check_machines(
-    total: int, nnodes: int, node_rank: int | None, master: str | None, rdzv_endpoint: str | None
-) -> None:
-    if total % nnodes:
-        raise UsageError(f"{total} processes cannot be shared equally by --nnodes {nnodes} machines")
-    if nnodes == 1 and (master or rdzv_endpoint or node_rank is not None):
-        raise UsageError("--master, --rdzv-endpoint and --node-rank are for several machines: give --nnodes, too")
-    if nnodes > 1 and bool(master) == bool(rdzv_endpoint):
-        raise UsageError(f"{nnodes} machines need one address to connect to: give --rdzv-endpoint or --master")
-    endpoint = master or rdzv_endpoint or "localhost:1"
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"{endpoint!r} is not HOST:PORT")
-    if bool(master) != (node_rank is not None):
-        raise UsageError("--master needs --node-rank, the number of this machine from 0; --rdzv-endpoint has none")
-    if node_rank is not None and node_rank >= nnodes:
-        raise UsageError(f"--node-rank {node_rank} is too high: --nnodes {nnodes} are numbered from 0 on")
-    try:
-        socket.getaddrinfo(host.strip("[]"), None)
-    except (OSError, UnicodeError):
-        raise UsageError(f"the machine {host!r} is not known here: is its name right?") from None
-
-
 @contextmanager
 def _environment(mesh: dict[str, str], processes: int, cpu: bool) -> Iterator[None]:
     """The environment that the processes inherit: the mesh, and as many threads as there are cores for each."""
@@ -183,8 +174,7 @@ class _Logs(LogsSpecs):
 
     def __init__(self, directory: Path, show_all: bool) -> None:
         super().__init__()
-        self.directory = directory
-        self.show_all = show_all
+        self.directory, self.show_all = directory, show_all
 
     @property
     def root_log_dir(self) -> str:
@@ -194,8 +184,7 @@ class _Logs(LogsSpecs):
         out, err, errors = {}, {}, {}
         for local, env in envs.items():
             rank = int(env["RANK"])
-            out[local] = str(self.directory / f"rank{rank}.out") if rank else ""
-            err[local] = str(self.directory / f"rank{rank}.err") if rank else ""
+            out[local], err[local] = (str(self.directory / f"rank{rank}.{k}") if rank else "" for k in ("out", "err"))
             errors[local] = env["TORCHELASTIC_ERROR_FILE"] = str(self.directory / f"error{rank}.json")
             Path(errors[local]).unlink(missing_ok=True)
         return LogsDest(

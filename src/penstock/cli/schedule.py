@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from penstock.cli import UsageError, complete_schedule, option
+from penstock.cli import UsageError, complete_schedule, option, usage_errors
 from penstock.errors import ScheduleError
 from penstock.schedule.costs import Costs
 from penstock.schedule.registry import SCHEDULES, build
-from penstock.schedule.schedule import Schedule, loop, vee
+from penstock.schedule.schedule import loop, vee
 from penstock.schedule.search import auto
 from penstock.schedule.simulate import simulate
 from penstock.schedule.text import from_csv, from_text, to_csv
@@ -35,12 +35,7 @@ Examples:
   penstock schedule --list                           list all schedules
 """
 
-_MAX_CELLS = 1_000_000
-"""Limit of micro-batches times stages: beyond it, building takes minutes."""
-
-_AUTO = "auto"
-"""The searched schedule, which is not in the registry."""
-
+_MAX_CELLS = 1_000_000  # limit of micro-batches times stages: beyond it, building takes minutes
 _COST_NAMES = {
     "f": "forward",
     "i": "input gradient",
@@ -115,7 +110,7 @@ def schedule(
     if list_all:
         for each, kind in SCHEDULES.items():
             print(f"{each:<12}  {kind.description}")
-        print(f"{_AUTO:<12}  searched: for your costs, memory and placement")
+        print(f"{'auto':<12}  searched: for your costs, memory and placement")
         return
     if verify_file is not None:
         if name is not None:
@@ -128,7 +123,7 @@ def schedule(
         raise UsageError(f"-p {p} -m {m} is too much: at most {_MAX_CELLS:,} micro-batches times stages")
     costs, note = costs or {}, ""
     try:
-        if name.strip().lower() == _AUTO:
+        if name.strip().lower() == "auto":
             v = v or (2 if shape == "v" else 1)
             if shape == "v" and v != 2:
                 raise UsageError(f"--shape v has 2 stages on each rank, not {v}: leave -v out")
@@ -137,7 +132,7 @@ def schedule(
             result = auto(Costs.per_rank(v=v, **costs), placement, m, cap=memory, recompute=recomputed)
             order, note = result.schedule, str(result)
         elif memory is not None or shape is not None or recompute:
-            raise UsageError(f"--memory, --shape and --recompute are for the schedule {_AUTO!r}: {name!r} has its own")
+            raise UsageError(f"--memory, --shape and --recompute are for the schedule 'auto': {name!r} has its own")
         else:
             order = build(name, p, m, v)
         text = to_csv(order) if csv_file else str(order)
@@ -150,36 +145,23 @@ def schedule(
     elif target == "-":
         print(text, end="")
     else:
-        try:
+        with usage_errors(f"cannot write {target!r}", OSError, ValueError):
             Path(target).write_text(text, encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UsageError(f"cannot write {target!r}: {_reason(error)}") from None
 
 
 def _verify(source: str) -> None:
-    try:
+    """Check a schedule in either form: rows of a CSV have commas, text has none (but in comments)."""
+    with usage_errors(f"cannot read {source!r}", OSError, ValueError):
         data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {source!r}: {_reason(error)}") from None
-    schedule = _parse(source, data)
-    report = verify(schedule)
-    print(f"{describe_schedule(schedule)}: complete, in order, free of deadlock\n")
-    Console(highlight=False).print(memory_table(schedule, report))
-
-
-def _parse(source: str, data: bytes) -> Schedule:
-    """A schedule in either form: rows of a CSV have commas, text has none (but in comments)."""
     try:
         text = data.decode("utf-8-sig")
         rows = [line.partition("#")[0] for line in text.splitlines()]
         if any(re.search(r"[1-9][0-9]{6}", row) for row in rows):
             raise ScheduleError(f"{source!r} has a stage or a micro-batch from {_MAX_CELLS:,} on: that is too many")
-        if any("," in row for row in rows):
-            return from_csv(text, "custom" if source == "-" else Path(source).stem)
-        return from_text(text)
+        name = "custom" if source == "-" else Path(source).stem
+        schedule = from_csv(text, name) if any("," in row for row in rows) else from_text(text)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"{source!r} is not a schedule as text or CSV: {error}") from None
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    report = verify(schedule)
+    print(f"{describe_schedule(schedule)}: complete, in order, free of deadlock\n")
+    Console(highlight=False).print(memory_table(schedule, report))
