@@ -140,8 +140,8 @@ def without(key: str) -> dict[str, Any]:
         (by_hand(shared=[{"layers": [0, 1], "bytes": math.nan}]), "layers [0, 1] share: bytes is nan"),
         (by_hand(kept_together=[[0, 1]]), "write [layer, layer, bytes]"),
         (by_hand(kept_together=[[0, 1, -1]]), "activations saved by layers 0 and 1: bytes is -1"),
-        (by_hand(samples=0), "samples is 0"),
-        (by_hand(samples=1.5), "samples is 1.5"),
+        (by_hand(samples=0), "samples=0 must be a whole number, from 1 up"),
+        (by_hand(samples=1.5), "samples=1.5 must be a whole number"),
         (by_hand(link={"latency": math.nan}), "link: latency is nan"),
         (by_hand(link={"bandwidth": 0}), "link: bandwidth is 0"),
         (by_hand(link={"bandwith": 1}), "did you mean 'bandwidth' or"),
@@ -309,7 +309,7 @@ def test_a_profile_is_of_one_model() -> None:
         with pytest.raises(ps.PlanError, match=words):
             Profile(sizes)
     for samples in (0, -1, 1.5, True):
-        with pytest.raises(ps.PlanError, match="samples is"):
+        with pytest.raises(ps.PlanError, match="samples="):
             Profile((at(2, 1.0),)).at(samples)  # type: ignore[arg-type]
 
 

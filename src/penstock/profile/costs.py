@@ -176,7 +176,7 @@ class ModelCosts:
     def __post_init__(self) -> None:
         if not self.layers:
             raise PlanError("costs have no layers: there is nothing to plan")
-        check_samples(self.samples)
+        check_counts(samples=self.samples)
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             duplicate = next(name for name in names if names.count(name) > 1)
@@ -250,11 +250,6 @@ def check_counts(**counts: object) -> None:
             raise PlanError(f"{name}={number!r} must be a whole number, from 1 up")
 
 
-def check_samples(samples: object) -> None:
-    if type(samples) is not int or samples < 1:
-        raise PlanError(f"samples is {samples!r}: a micro-batch has a whole number of samples, from 1 up")
-
-
 # ── several micro-batch sizes ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -290,7 +285,7 @@ class Profile:
 
     def at(self, samples: int) -> ModelCosts:
         """The costs for micro-batches of ``samples`` samples."""
-        check_samples(samples)
+        check_counts(samples=samples)
         for costs in self.sizes:
             if costs.samples == samples:
                 return costs
@@ -345,8 +340,8 @@ class Profile:
         return Profile(tuple(replace(costs, link=link) for costs in self.sizes))
 
     def to_json(self) -> str:
-        one_size = len(self.sizes) == 1
-        data = _to_data(self.sizes[0]) if one_size else {"sizes": [_to_data(costs) for costs in self.sizes]}
+        sizes = [_to_data(costs) for costs in self.sizes]
+        data = sizes[0] if len(sizes) == 1 else {"sizes": sizes}
         return json.dumps({"penstock_costs": FORMAT, **data}, indent=1, allow_nan=False) + "\n"
 
     @classmethod

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -108,8 +107,7 @@ def measure_overhead(device: torch.device, budget: float) -> ActionTimes:
         return median_times([time_layer(empty, device, budget)])[1]
 
 
-@dataclass(frozen=True)
-class LayerTimings:
+class LayerTimings(NamedTuple):
     """The timings of one layer in one turn: rows of F, B, I and W, and rows of R."""
 
     actions: list[tuple[Seconds, ...]]

@@ -296,9 +296,6 @@ def least_memory(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> 
     return high
 
 
-# ── one range of layers per rank ─────────────────────────────────────────────────────────────────────────────────
-
-
 def _best_straight(segments: Segments, ranks: Ranks, limit: float) -> Cuts | None:
     """The straight cuts with the smallest bottleneck below ``limit``.
 

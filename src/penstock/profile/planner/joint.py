@@ -293,8 +293,7 @@ class _Search:
             self.add(adapted.point, stages, found)
 
     def _initial_points(self) -> Iterator[Point]:
-        """Cuts to start from, for many micro-batches in flight and for few, with the stages that memory asks to
-        recompute."""
+        """Cuts to start from, for many micro-batches in flight and for few, and the stages to recompute for each."""
         p, m = len(self.ranks), self.m
         in_flight = [(float(count),) * p for count in sorted({min(m, p), min(m, max(1, p // 2)), 1})]
         in_flight.append(tuple(float(min(m, p - rank)) for rank in range(p)))

@@ -214,13 +214,12 @@ def advise(trace: TraceData, idle: Sequence[Idle], base: Simulation | None, cut:
 
     Steps that cannot be simulated (half of a call, or the records of one rank) give advice from ``idle`` only.
     """
-    found = []
     host = max((rank.host / (rank.total or 1.0) for rank in idle), default=0.0)
     text = (
         f"hosts need up to {host:.0%} of a step between actions: fewer and larger micro-batches, fewer programs on the "
         "machine, or compiled stages save at most that"
     )
-    found.append(Advice("host", text, host, bound=True))
+    found = [Advice("host", text, host, bound=True)]
     if base is not None and base.makespan:
         if base.schedule.trains:
             found += [*_schedules(trace, base), *_microbatches(trace, base)]

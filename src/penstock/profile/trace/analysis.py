@@ -236,9 +236,8 @@ class TraceData:
             with suppress(PenstockError):  # records of one rank only, or of half of a call
                 lines[-1] += f", {self.simulation().bubble:.1%} simulated with the median time of each action"
         for tracks in self.shared_gpus:
-            lines.append(
-                f"ranks {', '.join(str(self.tracks[t].rank) for t in tracks)} share a GPU, its time and its memory"
-            )
+            ranks = ", ".join(str(self.tracks[t].rank) for t in tracks)
+            lines.append(f"ranks {ranks} share a GPU, its time and its memory")
         rows: list[tuple[str, ...]] = []
         for t, track in enumerate(self.tracks):
             parts = [part for step in steps for part in step.of([t])]
