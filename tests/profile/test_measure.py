@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -324,7 +323,7 @@ def test_layers_take_turns_so_that_slow_moments_are_those_of_all(monkeypatch: py
         begun = sum(isinstance(said, tuple) for said in told.said)
         factor, slow = (10.0, slow + 1) if begun == 2 else (1.0, slow)
         took = (factor, factor)
-        return replace(runs, actions=[(took,) * 4 for _ in runs.actions], recomputes=[(took,) for _ in runs.recomputes])
+        return runs._replace(actions=[(took,) * 4 for _ in runs.actions], recomputes=[(took,) for _ in runs.recomputes])
 
     monkeypatch.setattr(measure_module, "time_layer", disturbed)
     monkeypatch.setattr(split_measure, "MAX_REPEATS", 5)
