@@ -109,10 +109,6 @@ class RankProgram:
     io: PipelineIO
     channels: tuple[Channel, ...]
 
-    def close(self) -> None:
-        for channel in self.channels:
-            channel.close()
-
 
 @dataclass
 class ProgramCache:
@@ -203,7 +199,8 @@ class ProgramCache:
 
     def _clear(self) -> None:
         for program in (*self._compiled.values(), *([] if self._first is None else [self._first])):
-            program.close()
+            for channel in program.channels:
+                channel.close()
         self._compiled.clear()
         self._first = None
 

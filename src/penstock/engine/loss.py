@@ -375,7 +375,13 @@ class LossAndOutputs:
         ]
         if not self.wants_loss:
             return None, None
-        total = self._sum(losses) if losses else torch.zeros(())
+        if self.counts and len(self.counts) != len(losses):
+            raise PlanError("loss_fn returned (sum, count) for some micro-batches and a loss alone for others")
+        stacked = torch.stack(losses) if losses else torch.zeros(1)
+        if losses and not self.counts and not self.model_loss.counts:
+            weights = [w.to(stacked) if isinstance(w, Tensor) else stacked.new_tensor(w) for w in self.weights]
+            stacked = stacked * torch.stack(weights)
+        total = stacked.sum()
         dtype, count = total.dtype, sum(float(count) for count in self.counts)
         counted, present = float(bool(self.counts)), float(bool(losses))
         if self.replicas is not None:  # of which one may have no samples
@@ -389,20 +395,9 @@ class LossAndOutputs:
             total = total * (factor / self.batch)
         return (total.to(dtype), factor) if present else (None, None)
 
-    def _sum(self, losses: Sequence[Tensor]) -> Tensor:
-        """The weighted sum of the micro-batches' losses."""
-        if self.counts and len(self.counts) != len(losses):
-            raise PlanError("loss_fn returned (sum, count) for some micro-batches and a loss alone for others")
-        stacked = torch.stack(list(losses))
-        if self.counts or self.model_loss.counts:
-            return stacked.sum()
-        weights = [w.to(stacked) if isinstance(w, Tensor) else stacked.new_tensor(w) for w in self.weights]
-        return (stacked * torch.stack(weights)).sum()
-
     def take_outputs(self) -> Any:
         """The outputs that were kept; nothing of the mini-batch is kept here any longer."""
-        kept = self.kept
-        joined = None if kept is None else self.model_loss.merge(kept.result())
+        joined = None if self.kept is None else self.model_loss.merge(self.kept.result())
         self.clear()
         return joined
 

@@ -205,20 +205,16 @@ def detach_outputs(output: Any, *, stage: int | None = None) -> tuple[Message, S
                 roots.append(gradient_edge(leaf))
             leaves[i] = leaf.detach()
         elif stage is not None and type(leaf) not in PLAIN_TYPES:
-            _check_no_hidden_tensors(leaf, stage)
+            # An object that is not a pytree would carry its tensors' graph along, or lose their gradients.
+            members = {**getattr(leaf, "__dict__", {})}
+            members |= {name: getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ())}
+            hidden = [name for name, value in members.items() if isinstance(value, Tensor)]
+            if hidden:
+                raise PlanError(
+                    f"stage {stage} gives a {type(leaf).__name__} with a tensor in it ({hidden[0]}) to the next one: "
+                    "let tensors, and tuples, lists and dicts of tensors, cross between stages, or cut elsewhere"
+                )
     return Message(leaves, spec, wants, overlapping_leaves(leaves)), roots
-
-
-def _check_no_hidden_tensors(leaf: Any, stage: int) -> None:
-    """An object that is not a pytree would carry its tensors' graph along, or lose their gradients."""
-    members = {**getattr(leaf, "__dict__", {})}
-    members |= {name: getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ())}
-    hidden = [name for name, value in members.items() if isinstance(value, Tensor)]
-    if hidden:
-        raise PlanError(
-            f"stage {stage} gives a {type(leaf).__name__} with a tensor in it ({hidden[0]}) to the next one: let "
-            "tensors, and tuples, lists and dicts of tensors, cross between stages, or cut elsewhere"
-        )
 
 
 def detach_outputs_per_edge(

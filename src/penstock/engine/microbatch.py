@@ -89,14 +89,13 @@ def join(values: Sequence[Any]) -> Any:
     specs = [spec for _, spec in flat]
     if any(spec != specs[0] for spec in specs):
         raise PlanError("the outputs of the micro-batches have different structures and cannot be joined")
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return unflatten([_join_leaf(column) for column in columns], specs[0])
-
-
-def _join_leaf(column: Sequence[Any]) -> Any:
-    if all(isinstance(leaf, Tensor) for leaf in column):
-        return torch.cat(list(column)) if column[0].dim() else torch.stack(list(column))
-    return column[0] if all(leaf == column[0] for leaf in column) else list(column)
+    joined: list[Any] = []
+    for column in zip(*(leaves for leaves, _ in flat), strict=True):
+        if all(isinstance(leaf, Tensor) for leaf in column):
+            joined.append(torch.cat(column) if column[0].dim() else torch.stack(column))
+        else:
+            joined.append(column[0] if all(leaf == column[0] for leaf in column) else list(column))
+    return unflatten(joined, specs[0])
 
 
 def split_inputs(

@@ -89,7 +89,11 @@ class StepProtocol:
             self.send_all([EMPTY, 0])
             return StepHeader(-1, training, context, (), ())
         metas = [] if self.dynamic else [meta_of(m if training else m._replace(wants=())) for m in messages]
-        key = (training, caller_loss, context, sizes, tuple(metas), () if self.dynamic else self._modes(), targets)
+        key: tuple[Hashable, ...] = (training, caller_loss, context, sizes, targets)
+        if not self.dynamic:
+            requires_grad = (parameter.requires_grad for parameter in self.parameters)
+            modes = (module.training for module in self.modules)
+            key += (*metas, *requires_grad, *modes, torch.get_default_dtype())
         if key in self.numbers:
             number = self.numbers[key]
             self.send_all([KNOWN, number])
@@ -212,10 +216,6 @@ class StepProtocol:
     def send_all(self, row: Sequence[float]) -> None:
         for rank in self.others:
             self.control.send_row(rank, row)
-
-    def _modes(self) -> tuple[Hashable, ...]:
-        modes = (*(p.requires_grad for p in self.parameters), *(module.training for module in self.modules))
-        return (*modes, torch.get_default_dtype())
 
 
 def _to_host(value: Any) -> Any:

@@ -64,6 +64,7 @@ class ThreadExecutor(Executor):
     """All stages of a pipeline, and a thread for each rank."""
 
     ties: LocalTies
+    loss: LossAndOutputs
 
     def __init__(
         self,
@@ -90,16 +91,11 @@ class ThreadExecutor(Executor):
         self.lock = threading.RLock()  # one run at a time, also where user threads share the pipeline
         self._programs: LRUCache[tuple[bool, int], ThreadProgram] = LRUCache(8)
 
-    @property
-    def _loss(self) -> LossAndOutputs:
-        assert self.loss is not None
-        return self.loss
-
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
         with self._running("step"):
-            loss = self._loss
+            loss = self.loss
             sizes, messages = split_inputs(value, self.source.count, self.first_device)
             if targets is None and loss.rule.wants_targets:
                 raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
@@ -119,7 +115,7 @@ class ThreadExecutor(Executor):
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
         with self._running("evaluate"):
-            own_loss = self._loss
+            own_loss = self.loss
             sizes, messages = split_inputs(value, self.source.count, self.first_device)
             has_loss = loss and not (targets is None and own_loss.rule.wants_targets)
             parts = split_targets(targets, sizes, self.last_device) if has_loss else None
@@ -242,7 +238,7 @@ class ThreadExecutor(Executor):
             self.workers.wait(report, program.cancel, detector.check)
         except BaseException:
             self._programs.clear()
-            self._loss.clear()
+            self.loss.clear()
             raise
 
     # ── calls and streams ────────────────────────────────────────────────────────────────────────────────────
@@ -323,8 +319,8 @@ class _StreamedBatch:
             own = [stage for s, stage in executor.stages.items() if executor.placement[s] == rank]
             begin_run(own, context, len(sizes), run_name)
             if executor.placement[-1] == rank:
-                executor._loss.begin(sizes, None, None)
-                self.model_loss = executor._loss.model_loss
+                executor.loss.begin(sizes, None, None)
+                self.model_loss = executor.loss.model_loss
             with commit_statistics(deferred_statistics_of({stage.index: stage for stage in own})):
                 task()
 
@@ -362,10 +358,10 @@ class _ThreadCall(PipelineCall):
         with executor._running("call"), self.borrowed as messages:
             io = PipelineIO(messages, outputs=[None] * self.count)
             self.recorder = executor.current_recorder
-            executor._loss.begin(self.sizes, None, None)
+            executor.loss.begin(self.sizes, None, None)
             program = executor.compile(self.halves[0], self.count, self.slots, io, lockstep=executor.lockstep)
             self.crosses_stages = executor.run(program, grad=True, run_name=self.run_name)
-            self.model_loss = executor._loss.model_loss
+            self.model_loss = executor.loss.model_loss
         outputs = [message for message in io.outputs or () if message is not None]
         check_joinable([message.leaves for message in outputs], self.sizes)
         return outputs
@@ -531,7 +527,14 @@ def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int | None) ->
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # gives this thread the device's context, without which cuBLAS warns
     elif cpu_threads is not None:
-        _limit_threads(cpu_threads)
+        # The number belongs to the thread, but setting it also sets the default of threads started later.
+        with _threads_lock:
+            before = torch.get_num_threads()
+            torch.set_num_threads(cpu_threads)
+            if before != cpu_threads:
+                restore = threading.Thread(target=torch.set_num_threads, args=(before,))
+                restore.start()
+                restore.join()
     while (item := inbox.get()) is not None:
         task, report = item
         error: BaseException | None = None
@@ -546,17 +549,3 @@ def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int | None) ->
         report.outcomes.append(error)
         report.news.put(None)
         del report, error
-
-
-def _limit_threads(count: int) -> None:
-    """Let operators called in this thread use ``count`` CPU threads, and leave other threads as they are.
-
-    The number belongs to the thread, but setting it also sets the default of threads started later.
-    """
-    with _threads_lock:
-        before = torch.get_num_threads()
-        torch.set_num_threads(count)
-        if before != count:
-            restore = threading.Thread(target=torch.set_num_threads, args=(before,))
-            restore.start()
-            restore.join()
