@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.engine.channel.base import ChannelError, WaitTimer, uses_nccl
 from penstock.engine.channel.control import NORM, NUMBER, STATE, STEP, TRACE, ControlChannel
 from penstock.engine.connections import Connections, MeshCoordinates, ProgramCache
-from penstock.engine.executor import Executor, PipelineCall, apply_call, with_training_modes
+from penstock.engine.executor import Executor, GradStash, PipelineCall, apply_call, with_training_modes
 from penstock.engine.failure.status import LOSS, NEXT_BATCH, REDUCE_GRADS
 from penstock.engine.failure.watch import PipelineStopped, Rendezvous, pipeline_config
 from penstock.engine.forward_context import CallerContext, caller_context
@@ -177,7 +177,7 @@ class DistributedExecutor(Executor):
         self.status.phase = NEXT_BATCH
         given = targets is not None
         if self.rank != self.first_rank:
-            return self.protocol.receive(training, caller_context(), value, given, caller_loss), []
+            return self.protocol.receive(training, value, given, caller_loss), []
         try:
             value = self.protocol.fetch_inputs() if value is None else value
             if value is None:
@@ -188,7 +188,7 @@ class DistributedExecutor(Executor):
         except PlanError as error:
             self.protocol.reject(str(error))
             raise StepRejected(str(error)) from error
-        return self.protocol.announce(training, caller_context(), sizes, messages, given, caller_loss), messages
+        return self.protocol.announce(training, sizes, messages, given, caller_loss), messages
 
     def _run_program(
         self, header: StepHeader, messages: Sequence[Message], *, grad: bool
@@ -306,9 +306,6 @@ class DistributedExecutor(Executor):
     def gather_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         parts = self._gather({name: to_full(tensor).cpu() for name, tensor in state.items()}, STATE)
         return {name: tensor for part in reversed(parts) for name, tensor in part.items()}  # the first rank's wins
-
-    def align_ties(self) -> None:
-        raise PlanError("under a mesh each rank's optimizer has that rank's own parameters: use pipe.parameters()")
 
     def _gather(self, value: Any, call: int) -> list[Any]:
         """Every rank's value, on every rank; ``call`` names the operation that this is a part of."""
@@ -474,7 +471,8 @@ class _PendingBackward(PipelineCall):
         executor, io = self.executor, self.io
         io.seed = seeds.__getitem__
         io.grads = [()] * self.count
-        with executor.accumulating(), with_training_modes(self.modes), executor.ties.reducing():
+        stash = GradStash(executor.parameters(), apart=executor.replicas is not None)
+        with executor.fp32 or nullcontext(), stash, with_training_modes(self.modes), executor.ties.reducing():
             executor.run(self.halves[1], self.context, self.count, self.run_name, grad=False)
             if executor.reducer is not None:
                 executor.reducer.finish()

@@ -279,11 +279,8 @@ class TensorMeta:
         """The description of the contiguous tensor that is sent: dimensions in their order in memory."""
         return self if self.order is None else TensorMeta(tuple(self.shape[d] for d in self.order), self.dtype)
 
-    def to_memory(self, tensor: Tensor) -> Tensor:
-        return tensor if self.order is None else tensor.permute(self.order)
-
     def from_memory(self, tensor: Tensor) -> Tensor:
-        """The inverse of ``to_memory``."""
+        """The tensor of which ``tensor.permute(order)`` was sent."""
         if self.order is None:
             return tensor
         return tensor.permute(sorted(range(len(self.order)), key=self.order.__getitem__))

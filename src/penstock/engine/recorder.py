@@ -249,19 +249,14 @@ class RecordedProgram:
         pairs = zip(runner.instructions, runner.infos, strict=True)
         self.keys = [(instruction, info.kind, info.peer) for instruction, info in pairs]
         self.record = ProgramRecord(())  # of the current run
-        self.calls = [
-            self._wrap(at, call, info)
-            for at, (call, info) in enumerate(zip(runner.named_calls(), runner.infos, strict=True))
-        ]
-
-    def _wrap(self, at: int, call: Call, info: CallInfo) -> Call:
-        if info.payload is not None:
-            return partial(self._send, at, call, info.payload)
-        if info.engine is not None and info.engine.device.type == "cuda":
-            call = partial(self._launch, at, call, info.engine.device)
-        if info.engine is not None and self.measure_saved and info.engine.index not in self.saved:
-            return partial(self._measure_saved, at, call, info)
-        return call
+        self.calls = list(runner.named_calls())
+        for at, info in enumerate(runner.infos):
+            if info.payload is not None:
+                self.calls[at] = partial(self._send, at, self.calls[at], info.payload)
+            if info.engine is not None and info.engine.device.type == "cuda":
+                self.calls[at] = partial(self._launch, at, self.calls[at], info.engine.device)
+            if info.engine is not None and measure_saved and info.engine.index not in saved:
+                self.calls[at] = partial(self._measure_saved, at, self.calls[at], info)
 
     def _send(self, at: int, call: Call, payload: Callable[[], Any]) -> None:
         value = payload()

@@ -62,11 +62,6 @@ class SavedForward:
     buffers: SavedBuffers = ()  # values, before the forward, of buffers that it changed
     microbatch: MicroBatch | None = None
 
-    def save(self, message: Message, microbatch: MicroBatch | None) -> None:
-        self.message = message._replace(leaves=list(message.leaves))
-        self.versions = _leaf_versions(message)
-        self.microbatch = microbatch
-
     def input(self, stage: int) -> Message:
         """The saved input; an error if it was changed in place since."""
         assert self.message is not None
@@ -224,7 +219,8 @@ class StageEngine:
         if saved is None or not torch.is_grad_enabled():
             self._run(microbatch, message, slot)
             return
-        saved.save(message, self.microbatches[microbatch] if self.microbatches else None)
+        saved.message, saved.versions = message._replace(leaves=list(message.leaves)), _leaf_versions(message)
+        saved.microbatch = self.microbatches[microbatch] if self.microbatches else None
         forward_state.checkpointing, forward_state.keeper = True, saved.keeper
         assert self.buffer_guard is not None
         self.buffer_guard.before(self.mode)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.channel.control import ControlChannel
-from penstock.engine.forward_context import CallerContext
+from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.message import Message, MessageMeta, flatten, meta_of, unflatten
 from penstock.engine.microbatch import Broadcast
 from penstock.engine.runner import LRUCache
@@ -76,15 +76,10 @@ class StepProtocol:
     # ── the first rank ───────────────────────────────────────────────────────────────────────────────────────
 
     def announce(
-        self,
-        training: bool,
-        context: CallerContext,
-        sizes: tuple[int, ...],
-        messages: Sequence[Message],
-        targets: bool,
-        caller_loss: bool = False,
+        self, training: bool, sizes: tuple[int, ...], messages: Sequence[Message], targets: bool, caller_loss: bool
     ) -> StepHeader:
         """Announce a mini-batch to the other ranks; ``targets``: whether this rank was given any."""
+        context = caller_context()
         if not sizes:
             self.send_all([EMPTY, 0])
             return StepHeader(-1, training, context, (), ())
@@ -127,11 +122,9 @@ class StepProtocol:
 
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 
-    def receive(
-        self, training: bool, context: CallerContext, inputs: Any, targets: bool, caller_loss: bool = False
-    ) -> StepHeader:
+    def receive(self, training: bool, inputs: Any, targets: bool, caller_loss: bool) -> StepHeader:
         """Wait for the first rank's announcement, and send it this rank's inputs if it asks for them."""
-        first = self.placement[0]
+        first, context = self.placement[0], caller_context()
         code, number = (int(x) for x in self.control.recv_row(first, 2))
         while code in (QUERY_INPUTS, SEND_INPUTS):
             if code == QUERY_INPUTS:

@@ -87,7 +87,17 @@ class ThreadExecutor(Executor):
         placement = self.placement
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
         on_cpu = sum(device.type == "cpu" for device in devices)
-        self.workers = WorkerThreads(devices, max(1, torch.get_num_threads() // on_cpu) if on_cpu else None)
+        cpu_threads = max(1, torch.get_num_threads() // max(1, on_cpu))  # that an operator uses in each worker
+        self.inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
+        self.threads = [
+            threading.Thread(
+                target=_worker_loop, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
+            )
+            for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True))
+        ]
+        for thread in self.threads:
+            thread.start()
+        self._end_threads = weakref.finalize(self, _end_threads, self.inboxes)
         self.lock = threading.RLock()  # one run at a time, also where user threads share the pipeline
         self._programs: LRUCache[tuple[bool, int], ThreadProgram] = LRUCache(8)
 
@@ -196,7 +206,7 @@ class ThreadExecutor(Executor):
         microbatches = begin_run(self.stages.values(), context or caller_context(), program.microbatches, run_name)
         start = perf_counter()
         try:
-            self.wait(program, self.workers.start(self.tasks(program, grad=grad)))
+            self.wait(program, self.start(self.tasks(program, grad=grad)))
         finally:
             if self.weights is not None:
                 self.weights.end_run()
@@ -230,13 +240,43 @@ class ThreadExecutor(Executor):
 
         return [partial(task, runner, timer) for runner, timer in zip(program.runners, program.timers, strict=True)]
 
+    def start(self, tasks: Sequence[Task]) -> RunReport:
+        """Queue ``tasks[r]`` on the thread of rank ``r``."""
+        super().check_idle()
+        report = RunReport(SimpleQueue())
+        for inbox, task in zip(self.inboxes, tasks, strict=True):
+            inbox.put((task, report))
+        return report
+
     def wait(self, program: ThreadProgram, report: RunReport) -> None:
-        """Wait until all ranks have run a program. After a failure, slots and channels of all programs are dropped."""
-        threads = [thread.ident or 0 for thread in self.workers.threads]
+        """Wait until all ranks have run a program. The first failure cancels the others and is raised here.
+
+        After a failure, slots and channels of all programs are dropped. If a rank hangs, the threads are told to end,
+        and a task that does not return is left to its thread.
+        """
+        threads = [thread.ident or 0 for thread in self.threads]
         detector = ThreadHangDetector(program.runners, self.placement, threads, self.limits)
+        failure: BaseException | None = None
         try:
-            self.workers.wait(report, program.cancel, detector.check)
-        except BaseException:
+            while len(report.outcomes) < len(threads):
+                try:
+                    try:
+                        report.news.get(timeout=POLL_SECONDS)
+                    except Empty:
+                        detector.check()
+                    errors = [error for error in report.outcomes if error is not None]
+                except KeyboardInterrupt as interrupt:  # may come just after the news: outcomes are counted, not news
+                    errors = [interrupt]
+                if errors and failure is None:
+                    failure = errors[0]
+                    program.cancel()
+            failure = failure or next((error for error in report.outcomes if error is not None), None)
+            if failure is not None:
+                raise failure
+        except BaseException as error:
+            if error is not failure:  # a hang
+                program.cancel()
+                self._end_threads()
             self._programs.clear()
             self.loss.clear()
             raise
@@ -279,14 +319,11 @@ class ThreadExecutor(Executor):
                 stage.microbatches = ()
             self.streaming = False
 
-    # ── ties and end of life ─────────────────────────────────────────────────────────────────────────────────
-
-    def align_ties(self) -> None:
-        self.ties.align()
+    # ── end of life ──────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def closed(self) -> bool:
-        return self.workers.closed
+        return not self._end_threads.alive
 
     def check_idle(self) -> None:
         super().check_idle()
@@ -294,8 +331,12 @@ class ThreadExecutor(Executor):
             raise PipelineError("pipe.stream(…) is still under way: take all of its outputs, or close it")
 
     def close(self) -> None:
+        """Wait a few seconds for the threads. Closing twice is harmless."""
         self._programs.clear()
-        self.workers.close()
+        self._end_threads()
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join(5)
         for stage in self.stages.values():
             stage.close()
 
@@ -325,7 +366,7 @@ class _StreamedBatch:
                 task()
 
         tasks = [partial(part, rank, task) for rank, task in enumerate(executor.tasks(self.program, grad=False))]
-        self.report = executor.workers.start(tasks)
+        self.report = executor.start(tasks)
 
     def outputs(self) -> Any:
         self.executor.wait(self.program, self.report)
@@ -366,15 +407,6 @@ class _ThreadCall(PipelineCall):
         check_joinable([message.leaves for message in outputs], self.sizes)
         return outputs
 
-    def _earlier_inputs(self, slot: Slot) -> list[Tensor]:
-        """The inputs of the same micro-batch in earlier stages, into whose graphs that of this stage may continue.
-
-        It does so where layers passed values to other stages outside the pipeline, keyed by ``current_microbatch``. The
-        gradients that are found there come before those of the earlier stages: a micro-batch goes back up in order.
-        """
-        stage, k = next(key for key, other in self.slots.items() if other is slot)
-        return [leaf for (s, j), other in self.slots.items() if j == k and s < stage for leaf in other.inputs]
-
     def backward(
         self, seeds: Sequence[Sequence[Tensor | None]]
     ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
@@ -392,7 +424,13 @@ class _ThreadCall(PipelineCall):
         def backward(stage: StageEngine, grads: Sequence[Tensor | None], slot: Slot) -> None:
             mine = sums[stage.index]
             wanted = self.parameters if self.crosses_stages else self.stage_parameters[stage.index]
-            earlier = self._earlier_inputs(slot) if self.crosses_stages else []
+            earlier: list[Tensor] = []
+            if self.crosses_stages:
+                # The graph of this stage may continue into those of earlier stages, by way of values that layers passed
+                # on under ``current_microbatch``. A micro-batch goes back up in order: theirs come later.
+                k = next(k for (_, k), other in self.slots.items() if other is slot)
+                before = [other for (s, j), other in self.slots.items() if j == k and s < stage.index]
+                earlier = [leaf for other in before for leaf in other.inputs]
             found = stage.gradients(grads, slot, (*wanted, *earlier), retain_graph or self.crosses_stages)
             if self.crosses_stages:
                 own = [grad for row in slot.grads for grad in row]
@@ -453,80 +491,16 @@ class RunReport:
     outcomes: list[BaseException | None] = field(default_factory=list)
 
 
-class WorkerThreads:
-    """Runs one task per rank, all at once."""
-
-    def __init__(self, devices: Sequence[torch.device], cpu_threads: int | None) -> None:
-        """One worker per device; ``cpu_threads`` limits the threads that an operator uses on the CPU in each."""
-        self.inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
-        self.threads = [
-            threading.Thread(
-                target=_worker_loop, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
-            )
-            for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True))
-        ]
-        for thread in self.threads:
-            thread.start()
-        self._end = weakref.finalize(self, _stop, self.inboxes)
-
-    def start(self, tasks: Sequence[Task]) -> RunReport:
-        """Queue ``tasks[r]`` on worker ``r``."""
-        if self.closed:
-            raise PipelineError("this pipeline was closed: build a new one from its plan")
-        report = RunReport(SimpleQueue())
-        for inbox, task in zip(self.inboxes, tasks, strict=True):
-            inbox.put((task, report))
-        return report
-
-    def wait(self, report: RunReport, cancel: Task, detect: Task) -> None:
-        """Wait for started tasks. The first failure cancels the others and is raised here.
-
-        ``detect`` is called while nothing happens. If it raises a ``PipelineError``, the workers are told to end, and a
-        task that does not return is left to its thread.
-        """
-        failure: BaseException | None = None
-        while len(report.outcomes) < len(self.inboxes):
-            try:
-                try:
-                    report.news.get(timeout=POLL_SECONDS)
-                except Empty:
-                    detect()
-                errors = [error for error in report.outcomes if error is not None]
-            except KeyboardInterrupt as interrupt:  # may come just after the news: outcomes are counted, not news
-                errors = [interrupt]
-            except PipelineError:
-                cancel()
-                self._end()
-                raise
-            if errors and failure is None:
-                failure = errors[0]
-                cancel()
-        failure = failure or next((error for error in report.outcomes if error is not None), None)
-        if failure is not None:
-            raise failure
-
-    def close(self) -> None:
-        """End the threads, and wait for them a few seconds. Closing twice is harmless."""
-        self._end()
-        for thread in self.threads:
-            if thread is not threading.current_thread():
-                thread.join(5)
-
-    @property
-    def closed(self) -> bool:
-        return not self._end.alive
-
-
-def _stop(inboxes: Sequence[SimpleQueue[Any]]) -> None:
+def _end_threads(inboxes: Sequence[Inbox]) -> None:
     for inbox in inboxes:
         inbox.put(None)
 
 
-def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int | None) -> None:
+def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # gives this thread the device's context, without which cuBLAS warns
-    elif cpu_threads is not None:
+    else:
         # The number belongs to the thread, but setting it also sets the default of threads started later.
         with _threads_lock:
             before = torch.get_num_threads()

@@ -109,21 +109,16 @@ class ProcessChannel:
         self.buffers = [endpoint.buffer_factories(row) for row in tensors]
         self.pending: dict[int, list[Any]] = {}  # works with their tensors
         self.received: dict[int, list[Tensor]] = {}
-        self.in_flight: dict[int, InFlightOutput | InFlightGradient | None] = {}  # None: not a single tensor
+        # The micro-batches whose messages have one tensor; a subclass adds those that are this tensor and nothing else.
+        single = [k for k, row in enumerate(tensors) if len(row) == 1 and 0 not in row[0].shape]
+        self.single = [] if endpoint.staged else single
+        self.in_flight: dict[int, InFlightOutput | InFlightGradient] = {}
 
     def ops(self, microbatch: int) -> ChannelOps:
-        if microbatch not in self.in_flight:
-            metas = self.tensors[microbatch]
-            single = len(metas) == 1 and 0 not in metas[0].shape and not self.endpoint.staged
-            self.in_flight[microbatch] = self.new_in_flight(microbatch) if single else None
-        one = self.in_flight[microbatch]
+        one = self.in_flight.get(microbatch)
         if one is None:
             return bind_ops(self, microbatch)
         return ChannelOps(one.send, one.wait, one.get, one.post_recv, one.wait_send)
-
-    def new_in_flight(self, microbatch: int) -> InFlightOutput | InFlightGradient | None:
-        """The message of a micro-batch that has one tensor; None if it is not this tensor and nothing else."""
-        raise NotImplementedError
 
     def post_recv(self, microbatch: int) -> None:
         self.pending[microbatch] = self.endpoint.recv(self.buffers[microbatch])
@@ -137,7 +132,7 @@ class ProcessChannel:
     def close(self) -> None:
         self.pending.clear()
         self.received.clear()
-        for message in filter(None, self.in_flight.values()):
+        for message in self.in_flight.values():
             message.work = message.tensor = None
 
 
@@ -150,11 +145,9 @@ class ForwardChannel(ProcessChannel):
         super().__init__(endpoint, name, [[tensor.in_memory() for tensor in meta.tensors()] for meta in metas])
         self.metas = metas
         self.permuted = [any(tensor.order is not None for tensor in meta.tensors()) for meta in metas]
-
-    def new_in_flight(self, microbatch: int) -> InFlightOutput | None:
-        meta = self.metas[microbatch]
-        bare = meta.spec is None and not self.permuted[microbatch]
-        return InFlightOutput(self.endpoint, meta, self.name) if bare else None
+        for k in self.single:
+            if metas[k].spec is None and not self.permuted[k]:
+                self.in_flight[k] = InFlightOutput(endpoint, metas[k], name)
 
     def send(self, microbatch: int, payload: Message) -> None:
         meta = self.metas[microbatch]
@@ -162,7 +155,8 @@ class ForwardChannel(ProcessChannel):
             _raise_mismatch(payload, meta, self.name)
         tensors = [leaf for leaf in payload.leaves if isinstance(leaf, Tensor)]
         if self.permuted[microbatch]:
-            tensors = [own.to_memory(tensor) for own, tensor in zip(meta.tensors(), tensors, strict=True)]
+            orders = [tensor.order for tensor in meta.tensors()]
+            tensors = [x if order is None else x.permute(order) for x, order in zip(tensors, orders, strict=True)]
         self.pending[microbatch] = self.endpoint.send(tensors)
 
     def get(self, microbatch: int) -> Message:
@@ -181,10 +175,9 @@ class BackwardChannel(ProcessChannel):
         ]
         super().__init__(endpoint, name, tensors)
         self.present = present
-
-    def new_in_flight(self, microbatch: int) -> InFlightGradient | None:
-        bare = len(self.present[microbatch]) == 1
-        return InFlightGradient(self.endpoint, *self.tensors[microbatch]) if bare else None
+        for k in self.single:
+            if len(present[k]) == 1:
+                self.in_flight[k] = InFlightGradient(endpoint, *tensors[k])
 
     def send(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
         metas = self.tensors[microbatch]
