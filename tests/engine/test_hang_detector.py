@@ -28,7 +28,7 @@ from penstock.engine.failure.status import (
     WaitChain,
     wait_chain,
 )
-from penstock.engine.runner import Runner
+from penstock.engine.runner import CallInfo, Runner
 from penstock.schedule.lower import Instruction
 
 WORKS = Snapshot("works", "in 0F1", place=(0, 1, "0F1"), age=31.2)
@@ -164,7 +164,7 @@ def test_a_timeout_is_a_cause_that_names_the_last_rank_of_the_chain() -> None:
 
 
 def runner_at(instruction: Instruction) -> Runner:
-    runner = Runner([lambda: None], [instruction])
+    runner = Runner([lambda: None], [instruction], [CallInfo()])
     runner.at = 0
     return runner
 

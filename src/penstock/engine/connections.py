@@ -158,18 +158,6 @@ class ProgramCache:
             make = source.fill_drain if key[2] else source.training if key[1] else source.forward_only
             self._programs[key] = lower(make(key[0]), self.edges, with_headers=self.dynamic)[self.rank]
         program = self._programs[key]
-        forward, backward = self._channels(header, endpoints)
-        loss = self.stages[max(self.stages)].loss
-        io = PipelineIO(seed=None if loss is None else loss.seed)
-        # Gradients of weights that live on the host leave the device with them: no reduction may be in flight then.
-        moving = any(stage.weights is not None for stage in self.stages.values())
-        reduce = None if self.reducer is None or moving else self.reducer.ready
-        bindings = Bindings(self.stages, make_slots(program, self.stages), forward, backward, io, reduce)
-        channels = (*forward.values(), *backward.values())
-        return RankProgram(compile_program(program.instructions, bindings), io, channels)
-
-    def _channels(self, header: StepHeader, endpoints: Endpoints) -> tuple[dict[Edge, Channel], dict[Edge, Channel]]:
-        count = len(header.sizes)
         dynamic = {key: DynamicEndpoint(endpoint, self.staged[key]) for key, endpoint in endpoints.items()}
         forward: dict[Edge, Channel] = {}
         backward: dict[Edge, Channel] = {}
@@ -178,19 +166,25 @@ class ProgramCache:
             if self.rank not in (a, b):
                 continue
             if a == b:
-                forward[src, dst] = LocalChannel(count, self.device, self.device)
-                backward[dst, src] = LocalChannel(count, self.device, self.device)
-                continue
-            if self.dynamic:
+                forward[src, dst] = LocalChannel(len(header.sizes), self.device, self.device)
+                backward[dst, src] = LocalChannel(len(header.sizes), self.device, self.device)
+            elif self.dynamic:
                 forward[src, dst] = DynamicForwardChannel(dynamic[a, b, "F"], f"stage {src}", dynamic.values())
                 backward[dst, src] = DynamicBackwardChannel(dynamic[b, a, "B"], f"stage {dst}", dynamic.values())
-                continue
-            metas = [header.crossing[src, dst][kind] for kind in header.kinds]  # per micro-batch
-            forward[src, dst] = ForwardChannel(endpoints[a, b, "F"], f"stage {src}", metas)
-            if header.training:
-                present = [header.gradients[src, dst][kind] for kind in header.kinds]
-                backward[dst, src] = BackwardChannel(endpoints[b, a, "B"], f"stage {dst}", metas, present)
-        return forward, backward
+            else:
+                metas = [header.crossing[src, dst][kind] for kind in header.kinds]  # per micro-batch
+                forward[src, dst] = ForwardChannel(endpoints[a, b, "F"], f"stage {src}", metas)
+                if header.training:
+                    present = [header.gradients[src, dst][kind] for kind in header.kinds]
+                    backward[dst, src] = BackwardChannel(endpoints[b, a, "B"], f"stage {dst}", metas, present)
+        loss = self.stages[max(self.stages)].loss
+        io = PipelineIO(seed=None if loss is None else loss.seed)
+        # Gradients of weights that live on the host leave the device with them: no reduction may be in flight then.
+        moving = any(stage.weights is not None for stage in self.stages.values())
+        reduce = None if self.reducer is None or moving else self.reducer.ready
+        bindings = Bindings(self.stages, make_slots(program, self.stages), forward, backward, io, reduce)
+        channels = (*forward.values(), *backward.values())
+        return RankProgram(compile_program(program.instructions, bindings), io, channels)
 
     def reschedule(self, source: ScheduleProvider) -> None:
         self._clear()

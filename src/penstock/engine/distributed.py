@@ -38,10 +38,6 @@ from penstock.split.plan import Plan
 T = TypeVar("T")
 
 _OR_ELSEWHERE = ", or on another rank of its pipeline, which sends them there: no rank was given any"
-_BACKWARD_PENDING = (
-    "what pipe.forward(…) returned has had no backward, and the other ranks wait for it: call backward on a loss of it "
-    "before anything else, or call the pipeline under torch.no_grad()"
-)
 _NO_INPUT = Message([], None, ())  # on a rank without the first stage
 
 
@@ -359,7 +355,10 @@ class DistributedExecutor(Executor):
         try:
             with self.watch:
                 if self.pending is not call:
-                    raise PlanError(_BACKWARD_PENDING)
+                    raise PlanError(
+                        "what pipe.forward(…) returned has had no backward, and the other ranks wait for it: call "
+                        "backward on a loss of it before anything else, or call the pipeline under torch.no_grad()"
+                    )
                 result = work()
                 self.control.wait_sends()
             return result

@@ -367,14 +367,11 @@ class LossAndOutputs:
     def finish(self) -> tuple[Tensor | None, float | None]:
         """The loss of the mini-batch, and the factor to multiply all gradients by, if the loss returned counts."""
         self._receive_weights()
-        # Half-precision losses are added up in single precision.
-        losses = [
-            loss.reshape(()).float() if loss.dtype.itemsize < 4 else loss.reshape(())
-            for loss in self.losses
-            if loss is not None
-        ]
         if not self.wants_loss:
             return None, None
+        losses = [loss.reshape(()) for loss in self.losses if loss is not None]
+        # Half-precision losses are added up in single precision.
+        losses = [loss.float() if loss.dtype.itemsize < 4 else loss for loss in losses]
         if self.counts and len(self.counts) != len(losses):
             raise PlanError("loss_fn returned (sum, count) for some micro-batches and a loss alone for others")
         stacked = torch.stack(losses) if losses else torch.zeros(1)

@@ -94,12 +94,9 @@ BoundCall = tuple[Call, Instruction, CallInfo]
 class Runner(ProgramPosition):
     """A compiled program of one rank."""
 
-    def __init__(
-        self, calls: Sequence[Call], instructions: Sequence[Instruction], infos: Sequence[CallInfo] | None = None
-    ) -> None:
+    def __init__(self, calls: Sequence[Call], instructions: Sequence[Instruction], infos: Sequence[CallInfo]) -> None:
         super().__init__(instructions)
-        self.calls = tuple(calls)
-        self.infos = (_OTHER,) * len(self.calls) if infos is None else tuple(infos)
+        self.calls, self.infos = tuple(calls), tuple(infos)
         self.recorded_calls: object = None  # the calls as the last recorder runs them
 
     def run(self) -> None:
@@ -122,8 +119,9 @@ class Runner(ProgramPosition):
         at = next(i for i, kind in enumerate(kinds) if kind in ("R", "B"))
         while at and kinds[at - 1] == "RECV_B":  # the backward waits for it
             at -= 1
-        parts = slice(at), slice(at, None)
-        first, second = (Runner(self.calls[at], self.instructions[at], self.infos[at]) for at in parts)
+        first, second = (
+            Runner(self.calls[part], self.instructions[part], self.infos[part]) for part in (slice(at), slice(at, None))
+        )
         return first, second
 
 
@@ -235,15 +233,11 @@ def _bind_action(instruction: Instruction, bindings: Bindings) -> list[BoundCall
         return [(call, instruction, work)]
     direction, channels = ("F", bindings.forward) if kind == "F" else ("B", bindings.backward)
     sources = [src for src, dst in sorted(channels) if dst == stage]
-    waits: list[BoundCall] = [
-        (
-            channels[src, stage].ops(k).wait_recv,
-            Instruction(f"RECV_{direction}", stage, k, src),
-            CallInfo("wait", peer=src),
-        )
-        for src in sources
-        if src not in bindings.stages
-    ]
+    waits: list[BoundCall] = []
+    for src in sources:
+        if src not in bindings.stages:
+            receive = Instruction(f"RECV_{direction}", stage, k, src)
+            waits.append((channels[src, stage].ops(k).wait_recv, receive, CallInfo("wait", peer=src)))
     receives = [channels[src, stage].ops(k).get for src in sources]
     if kind == "F":
         if not receives:

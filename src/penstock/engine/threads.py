@@ -176,14 +176,13 @@ class ThreadExecutor(Executor):
         slots: dict[tuple[int, int], Slot],
         io: PipelineIO,
         backward: StageBackward = StageEngine.backward,
-        *,
-        one_thread: bool = False,
         lockstep: bool = False,
     ) -> ThreadProgram:
-        """Compile one order per rank; with ``one_thread``, one order for the stages of all ranks."""
+        """Compile one order per rank, or one order for the stages of all ranks."""
         device = {index: stage.device for index, stage in self.stages.items()}
         timers = tuple(WaitTimer() for _ in orders)
-        timer = {s: timers[0 if one_thread else self.placement[s]] for s in self.stages}
+        rank_of = {s: 0 if len(orders) == 1 else self.placement[s] for s in self.stages}
+        timer = {s: timers[rank] for s, rank in rank_of.items()}
         forwards: dict[Edge, LocalChannel] = {}
         for a, b in self.edges:
             ends = (microbatches, device[a], device[b], timer[b])
@@ -193,7 +192,7 @@ class ThreadExecutor(Executor):
         backwards = {(b, a): LocalChannel(microbatches, device[b], device[a], timer[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
-            own = {s: stage for s, stage in self.stages.items() if one_thread or self.placement[s] == rank}
+            own = {s: stage for s, stage in self.stages.items() if rank_of[s] == rank}
             runners.append(compile_program(order, Bindings(own, slots, forwards, backwards, io, backward_fn=backward)))
         return ThreadProgram(tuple(runners), (*forwards.values(), *backwards.values()), io, microbatches, timers)
 
@@ -460,7 +459,7 @@ class _ThreadCall(PipelineCall):
                 actions = [i for half in self.halves[1] for i in half if i.kind in "RB"]
                 actions.sort(key=lambda i: (i.microbatch, -i.stage, i.kind == "B"))
                 begin_run(executor.stages.values(), self.context, self.count, self.run_name)
-                program = executor.compile([actions], self.count, self.slots, io, backward, one_thread=True)
+                program = executor.compile([actions], self.count, self.slots, io, backward)
                 executor.recorded(program.runners[0])()
             else:
                 program = executor.compile(self.halves[1], self.count, self.slots, io, backward)

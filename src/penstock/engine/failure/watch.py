@@ -110,7 +110,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name=f"penstock watch of rank {rank}", daemon=True)
         self._thread.start()
         self._finalizer = util.Finalize(None, self._on_process_exit, exitpriority=100)
-        _install_excepthook(self)
+        _set_excepthook(self, watching=True)
 
     def set_limits(self, stuck_after: float | None, timeout: float | None) -> None:
         """Seconds of waiting after which to report, and after which to fail; None: never."""
@@ -166,7 +166,7 @@ class Watch:
         self._closed = True
         self.status.call_depth = 0
         self._finalizer.cancel()
-        _remove_excepthook(self)
+        _set_excepthook(self, watching=False)
         if not self._client.gone:
             with suppress(RuntimeError):  # the store may be gone since, and with it everyone who would read this
                 if self.cause is not None or self.failures.known_since is not None:
@@ -314,20 +314,15 @@ _excepthook_lock = threading.RLock()  # a watch may stop while another one start
 _previous_excepthook: Callable[..., Any] | None = None  # while ours is installed
 
 
-def _install_excepthook(watch: Watch) -> None:
+def _set_excepthook(watch: Watch, *, watching: bool) -> None:
+    """Add or remove a watch. Our hook is installed with the first, and removed with the last."""
     global _previous_excepthook
     with _excepthook_lock:
-        _watches.add(watch)
-        if _previous_excepthook is None:
+        (_watches.add if watching else _watches.discard)(watch)
+        if _watches and _previous_excepthook is None:
             _previous_excepthook, sys.excepthook = sys.excepthook, _on_uncaught_exception
-
-
-def _remove_excepthook(watch: Watch) -> None:
-    global _previous_excepthook
-    with _excepthook_lock:
-        _watches.discard(watch)
         # A hook that was installed after ours calls ours, which must stay then.
-        if not _watches and sys.excepthook is _on_uncaught_exception and _previous_excepthook is not None:
+        elif not _watches and sys.excepthook is _on_uncaught_exception and _previous_excepthook is not None:
             sys.excepthook, _previous_excepthook = _previous_excepthook, None
 
 
