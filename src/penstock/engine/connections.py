@@ -176,7 +176,7 @@ class ProgramCache:
                 forward[src, dst] = ForwardChannel(endpoints[a, b, "F"], f"stage {src}", metas)
                 if header.training:
                     present = [header.gradients[src, dst][kind] for kind in header.kinds]
-                    backward[dst, src] = BackwardChannel(endpoints[b, a, "B"], f"stage {dst}", metas, present)
+                    backward[dst, src] = BackwardChannel(endpoints[b, a, "B"], metas, present)
         loss = self.stages[max(self.stages)].loss
         io = PipelineIO(seed=None if loss is None else loss.seed)
         # Gradients of weights that live on the host leave the device with them: no reduction may be in flight then.

@@ -44,11 +44,7 @@ class LossRule:
     call: Callable[[Any, Any], Any] | None  # None: the model computes its loss
     reduction: str  # "mean", "sum" or "counted"
     count: Callable[[Any], Tensor] | None = None
-    alone: bool = False  # whether ``call`` takes the output alone
-
-    @property
-    def wants_targets(self) -> bool:
-        return self.call is not None and not self.alone
+    wants_targets: bool = True
 
     def denominator(self, sizes: Sequence[int], targets: Sequence[Any]) -> float | Tensor:
         """The mini-batch's number of samples, or its count of targets; 1 for a sum."""
@@ -79,14 +75,14 @@ def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) 
     if found not in ("mean", "sum"):
         raise PlanError(f"loss_fn has reduction={found!r}, but a step needs one number: use 'mean' or 'sum'")
     if loss_fn is None:
-        return LossRule(None, found)
+        return LossRule(None, found, wants_targets=False)
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):  # some of torch's functions have no signature
         parameters = {}.values()
     kinds = [parameter.kind for parameter in parameters if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
     if kinds in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD]):
-        return LossRule(lambda output, _: loss_fn(output), found, alone=True)
+        return LossRule(lambda output, _: loss_fn(output), found, wants_targets=False)
     if found == "sum" or function not in _COUNTED:
         return LossRule(loss_fn, found)
     call = functools.partial(function, **{**options, "reduction": "sum"})

@@ -76,32 +76,27 @@ class Message(NamedTuple):
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return self._replace(leaves=leaves)
 
-    def isolated(self) -> Message:
-        """The same value, detached and with version counters of its own.
-
-        Micro-batches are views of one tensor and share its version counter: a stage that changes one of them in place
-        would invalidate tensors saved of the others.
-        """
-        leaves = [unsafe_view(leaf.detach(), leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return self._replace(leaves=leaves)
-
 
 class BorrowedInputs:
-    """The caller's messages, isolated, for stages to run on. Their memory is the caller's.
+    """The caller's messages, detached and with version counters of their own, for stages to run on.
 
-    A change in place must be seen by every graph that has saved the tensor: when a stage changed it, the caller's graph
-    learns at the end of the block; when the caller changed it before the backward, ``check_unchanged`` tells the
-    stages' graphs.
+    Micro-batches are views of one tensor and share its version counter: a stage that changes one of them in place would
+    invalidate tensors saved of the others. Their memory is the caller's, and a change in place must be seen by every
+    graph that has saved the tensor: when a stage changed it, the caller's graph learns at the end of the block; when
+    the caller changed it before the backward, ``check_unchanged`` tells the stages' graphs.
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
-        self.messages = [message.isolated() for message in messages]
-        self._pairs = [
-            (ours, theirs)
-            for message, own in zip(self.messages, messages, strict=True)
-            for ours, theirs in zip(message.leaves, own.leaves, strict=True)
-            if isinstance(ours, Tensor) and not ours.is_inference() and not theirs.is_inference()
-        ]
+        self.messages: list[Message] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        for message in messages:
+            leaves = list(message.leaves)
+            for i, theirs in enumerate(leaves):
+                if isinstance(theirs, Tensor):
+                    leaves[i] = ours = unsafe_view(theirs.detach(), theirs.shape)
+                    if not ours.is_inference() and not theirs.is_inference():
+                        self._pairs.append((ours, theirs))
+            self.messages.append(message._replace(leaves=leaves))
         self._versions: list[int] = []
 
     def __enter__(self) -> list[Message]:

@@ -62,22 +62,6 @@ class SavedForward:
     buffers: SavedBuffers = ()  # values, before the forward, of buffers that it changed
     microbatch: MicroBatch | None = None
 
-    def input(self, stage: int) -> Message:
-        """The saved input; an error if it was changed in place since."""
-        assert self.message is not None
-        if _leaf_versions(self.message) != self.versions:
-            raise PlanError(
-                f"an input of stage {stage} was changed in place after its forward, which is to be recomputed from it: "
-                "change a copy instead (x.clone()), or keep this stage's activations (recompute='never' for it)"
-            )
-        return self.message._replace(leaves=list(self.message.leaves))
-
-    def clear(self) -> None:
-        self.message = self.microbatch = None
-        self.buffers = ()
-        self.rng_states.clear()
-        self.keeper.clear()
-
 
 def _leaf_versions(message: Message) -> list[int | None]:
     return [leaf._version if isinstance(leaf, Tensor) else None for leaf in message.leaves]
@@ -99,14 +83,6 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.plain = self.queue is None and self.saved is None
-
-    def clear(self) -> None:
-        self.inputs = self.roots = self.inputs_per_edge = ()
-        self.messages, self.grads = [], []
-        if self.queue is not None:
-            self.queue.clear()
-        if self.saved is not None:
-            self.saved.clear()
 
 
 def make_slots(program: LoweredProgram, stages: Mapping[int, StageEngine]) -> dict[tuple[int, int], Slot]:
@@ -237,10 +213,18 @@ class StageEngine:
         """Run the module on its saved input once more, for the graph; the output is dropped."""
         saved = slot.saved
         assert saved is not None
+        assert saved.message is not None
+        if _leaf_versions(saved.message) != saved.versions:
+            raise PlanError(
+                f"an input of stage {self.index} was changed in place after its forward, which is to be recomputed "
+                "from it: change a copy instead (x.clone()), or keep this stage's activations (recompute='never' "
+                "for it)"
+            )
+        message = saved.message._replace(leaves=list(saved.message.leaves))
         forward_state.recomputing, forward_state.keeper = True, saved.keeper
         try:
             with torch.enable_grad():
-                self._run(microbatch, saved.input(self.index), slot, recomputing=True)
+                self._run(microbatch, message, slot, recomputing=True)
         finally:
             forward_state.recomputing, forward_state.keeper = False, None
         slot.messages = []

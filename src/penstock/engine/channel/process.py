@@ -102,9 +102,8 @@ class InFlightGradient(InFlight):
 class ProcessChannel:
     """One edge in one direction. ``tensors`` are the formats of each micro-batch's tensors."""
 
-    def __init__(self, endpoint: Endpoint, name: str, tensors: Sequence[Sequence[TensorMeta]]) -> None:
+    def __init__(self, endpoint: Endpoint, tensors: Sequence[Sequence[TensorMeta]]) -> None:
         self.endpoint = endpoint
-        self.name = name
         self.tensors = tensors
         self.buffers = [endpoint.buffer_factories(row) for row in tensors]
         self.pending: dict[int, list[Any]] = {}  # works with their tensors
@@ -142,8 +141,8 @@ class ForwardChannel(ProcessChannel):
     def __init__(self, endpoint: Endpoint, name: str, metas: Sequence[MessageMeta]) -> None:
         for meta in metas:
             require_dense(meta, name)
-        super().__init__(endpoint, name, [[tensor.in_memory() for tensor in meta.tensors()] for meta in metas])
-        self.metas = metas
+        super().__init__(endpoint, [[tensor.in_memory() for tensor in meta.tensors()] for meta in metas])
+        self.name, self.metas = name, metas
         self.permuted = [any(tensor.order is not None for tensor in meta.tensors()) for meta in metas]
         for k in self.single:
             if metas[k].spec is None and not self.permuted[k]:
@@ -166,14 +165,12 @@ class ForwardChannel(ProcessChannel):
 class BackwardChannel(ProcessChannel):
     """Gradients to an earlier stage; ``present`` says which of the wanted gradients exist, per micro-batch."""
 
-    def __init__(
-        self, endpoint: Endpoint, name: str, metas: Sequence[MessageMeta], present: Sequence[Sequence[bool]]
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, metas: Sequence[MessageMeta], present: Sequence[Sequence[bool]]) -> None:
         tensors: list[list[TensorMeta]] = [
             [meta.leaves[i] for i, exists in zip(meta.wants, row, strict=True) if exists]
             for meta, row in zip(metas, present, strict=True)
         ]
-        super().__init__(endpoint, name, tensors)
+        super().__init__(endpoint, tensors)
         self.present = present
         for k in self.single:
             if len(present[k]) == 1:
