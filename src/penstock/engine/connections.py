@@ -76,9 +76,7 @@ class Connections:
         found.control.wait_timer = self.wait_timer
         return found
 
-    def endpoints(
-        self, edges: Sequence[Edge], placement: Sequence[int], prefix: str, device: torch.device
-    ) -> Endpoints:
+    def endpoints(self, edges: Sequence[Edge], placement: Sequence[int], name: str, device: torch.device) -> Endpoints:
         """A group of two for every peer and direction in which this rank sends or receives."""
         wanted = set()
         for src, dst in edges:
@@ -89,7 +87,7 @@ class Connections:
         for a, b, direction in sorted(wanted):  # both ends make their groups in the same order
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
-                group = self.group(f"{prefix}{a}>{b}{direction}", (a, b), device)
+                group = self.group(f"{name}{a}>{b}{direction}", (a, b), device)
                 endpoints[a, b, direction] = Endpoint(group, peer, self.mesh.device, self.wait_timer)
                 with self.status.waiting([peer], "to connect with"):
                     endpoints[a, b, direction].connect(sender=self.rank == a)

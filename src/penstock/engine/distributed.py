@@ -21,7 +21,7 @@ from penstock.engine.failure.status import LOSS, NEXT_BATCH, REDUCE_GRADS
 from penstock.engine.failure.watch import PipelineStopped, Rendezvous, pipeline_config
 from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import Outputs, StepOutcome, check_joinable
-from penstock.engine.message import BorrowedInputs, Message, backward_inputs, flatten, input_edges, unflatten
+from penstock.engine.message import BorrowedInputs, Grads, Message, backward_inputs, flatten, input_edges, unflatten
 from penstock.engine.microbatch import split_inputs, split_targets
 from penstock.engine.recompute.batchnorm import RunningStatistics, commit_statistics
 from penstock.engine.recorder import AlignedClock, StepRecorder, measure_clock_offset
@@ -110,7 +110,7 @@ class DistributedExecutor(Executor):
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
-        return self._timed("step", lambda: self._run_minibatch(value, targets, outputs, training=True))
+        return self._timed("step", lambda: self._run_minibatch(value, targets, outputs, training=True, loss=True))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
         """The outputs are on the rank of the last stage, the loss on every rank.
@@ -126,11 +126,9 @@ class DistributedExecutor(Executor):
         self.bubble = None if self.device.type == "cuda" else self.wait_timer.seconds / (perf_counter() - start)
         return outcome
 
-    def _run_minibatch(
-        self, value: Any, targets: Any, outputs: Outputs, *, training: bool, loss: bool = True
-    ) -> StepOutcome:
+    def _run_minibatch(self, value: Any, targets: Any, outputs: Outputs, training: bool, loss: bool) -> StepOutcome:
         with self.recording_span("announce"):
-            header, messages = self.announce(value, targets, training=training)
+            header, messages = self.announce(value, targets, training, caller_loss=False)
         sizes, end = header.sizes, self.loss
         if not training:
             messages = [message._replace(wants=()) for message in messages]
@@ -166,9 +164,7 @@ class DistributedExecutor(Executor):
         kept = None if end is None else end.take_outputs()
         return StepOutcome(total, factor if training else None, kept, samples, len(sizes))
 
-    def announce(
-        self, value: Any, targets: Any, *, training: bool, caller_loss: bool = False
-    ) -> tuple[StepHeader, list[Message]]:
+    def announce(self, value: Any, targets: Any, training: bool, caller_loss: bool) -> tuple[StepHeader, list[Message]]:
         """Agree with the other ranks on the next mini-batch; on the first rank, split it into micro-batches."""
         self.status.phase = NEXT_BATCH
         given = targets is not None
@@ -186,9 +182,7 @@ class DistributedExecutor(Executor):
             raise StepRejected(str(error)) from error
         return self.protocol.announce(training, sizes, messages, given, caller_loss), messages
 
-    def _run_program(
-        self, header: StepHeader, messages: Sequence[Message], *, grad: bool
-    ) -> list[Sequence[Tensor | None]] | None:
+    def _run_program(self, header: StepHeader, messages: Sequence[Message], *, grad: bool) -> list[Grads] | None:
         """Run the program; returns the gradients of the inputs, where the first stage is."""
         run_name = self.next_run_name(training=grad)
         if not header.sizes:
@@ -437,9 +431,7 @@ class _PendingBackward(PipelineCall):
             self.recorder = self.executor.current_recorder
             return self.executor.guarded(lambda: self._forward(inputs), self)  # type: ignore[no-any-return]
 
-    def backward(
-        self, seeds: Sequence[Sequence[Tensor | None]]
-    ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
+    def backward(self, seeds: Sequence[Grads]) -> tuple[list[Grads], dict[int, Tensor]]:
         """Run this rank's backwards; returns the gradients of the inputs, where it has the first stage."""
         executor = self.executor
         if executor.pending is not self:
@@ -466,7 +458,7 @@ class _PendingBackward(PipelineCall):
                 self._backward([()] * self.count)
         return outputs
 
-    def _backward(self, seeds: Sequence[Sequence[Tensor | None]]) -> list[Sequence[Tensor | None]]:
+    def _backward(self, seeds: Sequence[Grads]) -> list[Grads]:
         executor, io = self.executor, self.io
         io.seed = seeds.__getitem__
         io.grads = [()] * self.count

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.engine.forward_context import caller_context
 from penstock.engine.loss import LossAndOutputs, ModelLoss, Outputs, StepOutcome
-from penstock.engine.message import Message, Spec, unflatten
+from penstock.engine.message import Grads, Message, Spec, unflatten
 from penstock.engine.microbatch import join
 from penstock.engine.recompute.batchnorm import deferred_statistics_of
 from penstock.engine.recorder import StepRecorder
@@ -266,9 +266,7 @@ class PipelineCall(ABC):
         """The output of each micro-batch."""
 
     @abstractmethod
-    def backward(
-        self, seeds: Sequence[Sequence[Tensor | None]]
-    ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
+    def backward(self, seeds: Sequence[Grads]) -> tuple[list[Grads], dict[int, Tensor]]:
         """The gradients of the inputs, per micro-batch, and of the parameters, by identity."""
 
 
@@ -316,7 +314,7 @@ class _PipelineFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call: PipelineCall = ctx.call
-        columns: dict[int, Sequence[Tensor | None]] = {}
+        columns: dict[int, Grads] = {}
         for (i, at), shapes in zip(ctx.want, ctx.shapes, strict=True):  # split as the outputs were joined
             grad = grads[at]
             if grad is None or len(shapes) == 1:

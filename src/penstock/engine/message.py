@@ -28,6 +28,8 @@ class TupleSpec:
 
 Spec: TypeAlias = "pytree.TreeSpec | TupleSpec | None"
 
+Grads: TypeAlias = Sequence[Tensor | None]  # gradients that go back over an edge; None where a tensor gets none
+
 LEAF: Spec = None  # the structure of a single tensor, by far the most common value: no pytree is walked for it
 
 
@@ -137,7 +139,7 @@ def merge_messages(messages: Sequence[Message]) -> tuple[Message, list[int]]:
     return Message(leaves, spec, wants, shared), [len(message.wants) for message in messages]
 
 
-def split_grads(grads: Sequence[Tensor | None], sizes: Sequence[int]) -> list[Sequence[Tensor | None]]:
+def split_grads(grads: Grads, sizes: Sequence[int]) -> list[Grads]:
     """The gradients that go back over each edge."""
     return [grads[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
 
@@ -167,9 +169,7 @@ def input_edges(messages: Sequence[Message]) -> list[list[GradientEdge]]:
     return [[gradient_edge(message.leaves[i]) for i in message.wants] for message in messages]
 
 
-def backward_inputs(
-    edges: Sequence[Sequence[GradientEdge]], grads: Sequence[Sequence[Tensor | None]], factor: float | None
-) -> None:
+def backward_inputs(edges: Sequence[Sequence[GradientEdge]], grads: Sequence[Grads], factor: float | None) -> None:
     """Continue the backward into the caller's graph: gradients of micro-batches go to the mini-batch's tensors."""
     pairs = [
         (edge, grad if factor is None else grad * factor)

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
 from torch.profiler import record_function
 
 from penstock._torch import profiler_enabled
 from penstock.engine.channel.base import Channel
 from penstock.engine.failure.status import ProgramPosition
-from penstock.engine.message import Message, merge_messages
+from penstock.engine.message import Grads, Message, merge_messages
 from penstock.engine.offload.activations import prefetch_points
 from penstock.engine.stage import Slot, StageEngine
 from penstock.schedule.lower import Instruction
@@ -27,7 +26,7 @@ from penstock.schedule.schedule import COMPUTE
 Call = Callable[[], None]
 Receive = Callable[[], Any]  # a message, or gradients
 Send = Callable[[Any], None]
-BackwardFn = Callable[[Sequence[Tensor | None], Slot], None]
+BackwardFn = Callable[[Grads, Slot], None]
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -60,8 +59,8 @@ class PipelineIO:
 
     inputs: list[Message] = field(default_factory=list)
     outputs: list[Message | None] | None = None
-    seed: Callable[[int], Sequence[Tensor | None]] | None = None  # gradients of the last stage's outputs
-    grads: list[Sequence[Tensor | None]] | None = None  # gradients of the first stage's inputs
+    seed: Callable[[int], Grads] | None = None  # gradients of the last stage's outputs
+    grads: list[Grads] | None = None  # gradients of the first stage's inputs
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Bindings:
     backward: Mapping[tuple[int, int], Channel]
     io: PipelineIO
     reduce: Callable[[int], None] | None = None
-    backward_fn: Callable[[StageEngine, Sequence[Tensor | None], Slot], None] | None = None  # None: the stage's own
+    backward_fn: Callable[[StageEngine, Grads, Slot], None] | None = None  # None: the stage's own
 
 
 class CallInfo(NamedTuple):

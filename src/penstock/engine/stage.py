@@ -27,6 +27,7 @@ from penstock._torch import run_backward, unsafe_view
 from penstock.engine.forward_context import CallerContext, MicroBatch, forward_state
 from penstock.engine.loss import LossAndOutputs
 from penstock.engine.message import (
+    Grads,
     Message,
     detach_outputs,
     detach_outputs_per_edge,
@@ -77,7 +78,7 @@ class Slot:
     roots: Sequence[GradientEdge] = ()
     messages: list[Message | None] = field(default_factory=list)  # per outgoing edge; of the last stage, one
     inputs_per_edge: Sequence[int] = ()  # with several incoming edges
-    grads: list[Sequence[Tensor | None]] = field(default_factory=list)  # per incoming edge; of the first stage, one
+    grads: list[Grads] = field(default_factory=list)  # per incoming edge; of the first stage, one
     offload_next: bool = False  # whether the next forward's saved tensors are offloaded to the host
     plain: bool = True  # whether a forward needs no context, as far as the slot knows
 
@@ -348,7 +349,7 @@ class StageEngine:
             if simple:
                 self.fast_path_in = self.mode
 
-    def backward(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
+    def backward(self, grads: Grads, slot: Slot) -> None:
         """Turn the gradients of the outputs into those of the inputs (``slot.grads``) and of the parameters."""
         roots, inputs = slot.roots, slot.inputs
         for grad in grads:
@@ -371,7 +372,7 @@ class StageEngine:
             slot.grads = split_grads(found, slot.inputs_per_edge) if slot.inputs_per_edge else [found]
         slot.inputs = slot.roots = ()
 
-    def input_gradient(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
+    def input_gradient(self, grads: Grads, slot: Slot) -> None:
         """The first half of a backward; weight gradients that the queue defers are left for ``weight_gradient``."""
         assert slot.queue is not None
         with slot.queue.deferring(() if self.device.type == "cpu" else slot.roots):
@@ -382,9 +383,7 @@ class StageEngine:
         assert slot.queue is not None
         slot.queue.run()
 
-    def gradients(
-        self, grads: Sequence[Tensor | None], slot: Slot, wanted: Sequence[Tensor], keep: bool
-    ) -> Sequence[Tensor | None]:
+    def gradients(self, grads: Grads, slot: Slot, wanted: Sequence[Tensor], keep: bool) -> Grads:
         """Like ``backward``, but the gradients of ``wanted`` are returned, and no ``.grad`` changes."""
         roots, grads = _drop_missing_grads(slot.roots, grads)
         targets = (*slot.inputs, *wanted)
@@ -403,11 +402,9 @@ class StageEngine:
             self.rng.close()
 
 
-def begin_run(
-    stages: Iterable[StageEngine], context: CallerContext, microbatches: int, run_name: str
-) -> Sequence[MicroBatch]:
+def begin_run(stages: Iterable[StageEngine], context: CallerContext, count: int, run_name: str) -> Sequence[MicroBatch]:
     """Prepare the stages for forwards of so many micro-batches in the caller's context."""
-    made = [MicroBatch(k) for k in range(microbatches)]
+    made = [MicroBatch(k) for k in range(count)]
     for stage in stages:
         stage.microbatches = made
         if stage.rng is not None:
@@ -418,8 +415,6 @@ def begin_run(
     return made
 
 
-def _drop_missing_grads(
-    roots: Sequence[GradientEdge], grads: Sequence[Tensor | None]
-) -> tuple[list[GradientEdge], list[Tensor | None]]:
+def _drop_missing_grads(roots: Sequence[GradientEdge], grads: Grads) -> tuple[list[GradientEdge], list[Tensor | None]]:
     pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
     return [root for root, _ in pairs], [grad for _, grad in pairs]

@@ -23,7 +23,7 @@ from penstock.engine.executor import Executor, PipelineCall, apply_call, suspend
 from penstock.engine.failure.status import HangLimits, ThreadHangDetector
 from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import LossAndOutputs, ModelLoss, Outputs, StepOutcome, check_joinable
-from penstock.engine.message import BorrowedInputs, Message, backward_inputs, input_edges, split_grads, unflatten
+from penstock.engine.message import BorrowedInputs, Grads, Message, backward_inputs, input_edges, split_grads, unflatten
 from penstock.engine.microbatch import join, split_inputs, split_targets
 from penstock.engine.recompute.batchnorm import commit_statistics, deferred_statistics_of
 from penstock.engine.replicas.ties import LocalTies
@@ -37,7 +37,7 @@ from penstock.split.plan import Plan
 
 Task = Callable[[], None]
 Inbox: TypeAlias = "SimpleQueue[tuple[Task, RunReport] | None]"
-StageBackward = Callable[[StageEngine, Sequence[Tensor | None], Slot], None]
+StageBackward = Callable[[StageEngine, Grads, Slot], None]
 
 STREAM_AHEAD = 2  # mini-batches of a stream that are in flight beside the one whose outputs are consumed
 POLL_SECONDS = 0.2  # between two checks for a hang
@@ -406,9 +406,7 @@ class _ThreadCall(PipelineCall):
         check_joinable([message.leaves for message in outputs], self.sizes)
         return outputs
 
-    def backward(
-        self, seeds: Sequence[Sequence[Tensor | None]]
-    ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
+    def backward(self, seeds: Sequence[Grads]) -> tuple[list[Grads], dict[int, Tensor]]:
         if self.over:
             raise RuntimeError(
                 "Trying to backward through the pipeline a second time: call backward with retain_graph=True the "
@@ -420,7 +418,7 @@ class _ThreadCall(PipelineCall):
         sums: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.stage_parameters}
         crossed: dict[int, Tensor] = {}  # gradients that other stages found for inputs, by identity of the input
 
-        def backward(stage: StageEngine, grads: Sequence[Tensor | None], slot: Slot) -> None:
+        def backward(stage: StageEngine, grads: Grads, slot: Slot) -> None:
             mine = sums[stage.index]
             wanted = self.parameters if self.crosses_stages else self.stage_parameters[stage.index]
             earlier: list[Tensor] = []
@@ -445,7 +443,7 @@ class _ThreadCall(PipelineCall):
                         grad = grad.float()
                     mine[id(parameter)] = grad if id(parameter) not in mine else mine[id(parameter)] + grad
 
-        grads: list[Sequence[Tensor | None]] = [()] * self.count
+        grads: list[Grads] = [()] * self.count
         io = PipelineIO(seed=seeds.__getitem__, grads=grads)
         with ExitStack() as stack:
             stack.enter_context(executor.lock)

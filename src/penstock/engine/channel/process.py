@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.channel.base import ChannelError, ChannelOps, Endpoint, bind_ops, to_contiguous
-from penstock.engine.message import Message, MessageMeta, TensorMeta, meta_of, require_dense, tensor_message
+from penstock.engine.message import Grads, Message, MessageMeta, TensorMeta, meta_of, require_dense, tensor_message
 from penstock.errors import PlanError
 
 
@@ -88,7 +88,7 @@ class InFlightOutput(InFlight):
 class InFlightGradient(InFlight):
     """The gradient of a stage's only input."""
 
-    def send(self, payload: Sequence[Tensor | None]) -> None:
+    def send(self, payload: Grads) -> None:
         (tensor,) = payload
         if tensor is None:  # expected, but the loss did not depend on it this time
             tensor = torch.zeros(self.shape, dtype=self.dtype, device=self.endpoint.device)
@@ -176,7 +176,7 @@ class BackwardChannel(ProcessChannel):
             if len(present[k]) == 1:
                 self.in_flight[k] = InFlightGradient(endpoint, *tensors[k])
 
-    def send(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
+    def send(self, microbatch: int, grads: Grads) -> None:
         metas = self.tensors[microbatch]
         if len(metas) != len(grads):
             grads = [grad for grad, exists in zip(grads, self.present[microbatch], strict=True) if exists]
@@ -187,7 +187,7 @@ class BackwardChannel(ProcessChannel):
             tensors.append(grad)
         self.pending[microbatch] = self.endpoint.send(tensors)
 
-    def get(self, microbatch: int) -> Sequence[Tensor | None]:
+    def get(self, microbatch: int) -> Grads:
         tensors = iter(self.received.pop(microbatch))
         return [next(tensors) if exists else None for exists in self.present[microbatch]]
 
