@@ -113,10 +113,7 @@ class DistributedExecutor(Executor):
         return self._timed("step", lambda: self._run_minibatch(value, targets, outputs, training=True, loss=True))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
-        """The outputs are on the rank of the last stage, the loss on every rank.
-
-        All replicas take part where there is a loss, and each by itself where none is wanted.
-        """
+        """Outputs are on the last stage's rank, the loss on every rank; replicas take part where a loss is wanted."""
         return self._timed("evaluate", lambda: self._run_minibatch(value, targets, outputs, training=False, loss=loss))
 
     def _timed(self, kind: str, work: Callable[[], StepOutcome]) -> StepOutcome:

@@ -20,7 +20,7 @@ from penstock._torch import graph_task_keeps_graph
 from penstock.engine.channel.base import WaitTimer
 from penstock.engine.channel.local import Cancelled, LocalChannel, LockstepChannel
 from penstock.engine.executor import Executor, PipelineCall, apply_call, suspended_grad_hooks, with_training_modes
-from penstock.engine.failure.status import HangLimits, ThreadHangDetector
+from penstock.engine.failure.status import HangDetector, HangLimits, check_threads, thread_status
 from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import LossAndOutputs, ModelLoss, Outputs, StepOutcome, check_joinable
 from penstock.engine.message import BorrowedInputs, Grads, Message, backward_inputs, input_edges, split_grads, unflatten
@@ -253,16 +253,19 @@ class ThreadExecutor(Executor):
         After a failure, slots and channels of all programs are dropped. If a rank hangs, the threads are told to end,
         and a task that does not return is left to its thread.
         """
-        threads = [thread.ident or 0 for thread in self.threads]
-        detector = ThreadHangDetector(program.runners, self.placement, threads, self.limits)
+        detectors: list[HangDetector] = []  # most runs end before the first check
         failure: BaseException | None = None
         try:
-            while len(report.outcomes) < len(threads):
+            while len(report.outcomes) < len(self.threads):
                 try:
                     try:
                         report.news.get(timeout=POLL_SECONDS)
                     except Empty:
-                        detector.check()
+                        if not detectors:
+                            pairs = zip(program.runners, self.threads, strict=True)
+                            ranks = [thread_status(runner, thread, self.placement) for runner, thread in pairs]
+                            detectors = [HangDetector(status, self.limits) for status in ranks]
+                        check_threads(detectors)
                     errors = [error for error in report.outcomes if error is not None]
                 except KeyboardInterrupt as interrupt:  # may come just after the news: outcomes are counted, not news
                     errors = [interrupt]
@@ -273,7 +276,7 @@ class ThreadExecutor(Executor):
             if failure is not None:
                 raise failure
         except BaseException as error:
-            if error is not failure:  # a hang
+            if isinstance(error, PipelineError) and error is not failure:  # a hang
                 program.cancel()
                 self._end_threads()
             self._programs.clear()

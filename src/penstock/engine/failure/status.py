@@ -295,27 +295,19 @@ class Heartbeat:
         return snapshot
 
 
-class ThreadHangDetector:
-    """Hang detection for a pipeline in threads: the caller, who waits for all ranks, calls ``check`` periodically."""
+def thread_status(runner: ProgramPosition, thread: threading.Thread, stage_ranks: Sequence[int]) -> RankStatus:
+    """The status of a rank that runs a program in another thread of this process."""
+    status = RankStatus()
+    status.enter_call()
+    status.runner, status.stage_ranks, status.thread = runner, stage_ranks, thread.ident or 0
+    return status
 
-    def __init__(
-        self, runners: Sequence[ProgramPosition], stage_ranks: Sequence[int], threads: Sequence[int], limits: HangLimits
-    ) -> None:
-        self._arguments = (runners, stage_ranks, threads, limits)
-        self.ranks: list[HangDetector] = []
 
-    def check(self) -> None:
-        """Log the ranks that have waited for long; raise a ``PipelineError`` if it was longer than the timeout."""
-        if not self.ranks:  # most runs end before the first check
-            runners, stage_ranks, threads, limits = self._arguments
-            for runner, thread in zip(runners, threads, strict=True):
-                status = RankStatus()
-                status.enter_call()
-                status.runner, status.stage_ranks, status.thread = runner, stage_ranks, thread
-                self.ranks.append(HangDetector(status, limits))
-        now = time.monotonic()
-        snapshots = [rank.update(now) for rank in self.ranks]
-        for number, (rank, snapshot) in enumerate(zip(self.ranks, snapshots, strict=True)):
-            cause = rank.check(snapshot, now, partial(wait_chain, number, snapshot, snapshots.__getitem__))
-            if cause is not None:
-                raise cause.error()
+def check_threads(detectors: Sequence[HangDetector]) -> None:
+    """Log the ranks that have waited for long; raise a ``PipelineError`` if it was longer than the timeout."""
+    now = time.monotonic()
+    snapshots = [detector.update(now) for detector in detectors]
+    for rank, (detector, snapshot) in enumerate(zip(detectors, snapshots, strict=True)):
+        cause = detector.check(snapshot, now, partial(wait_chain, rank, snapshot, snapshots.__getitem__))
+        if cause is not None:
+            raise cause.error()
