@@ -8,8 +8,9 @@ from itertools import product
 import pytest
 
 from penstock import viz
+from penstock.schedule.costs import Costs
 from penstock.schedule.registry import build
-from penstock.schedule.simulate import Costs, Simulation, simulate
+from penstock.schedule.simulate import Simulation, simulate
 from tests.schedule.samples import VARIANTS, label, staircase
 
 

@@ -19,7 +19,7 @@ from penstock.schedule.search.list_scheduler import list_schedule
 from penstock.schedule.search.op_graph import NodeTable, OpGraph
 from penstock.schedule.search.orders import sequential_orders
 from penstock.schedule.search.place_weight_grads import evaluate
-from penstock.schedule.search.problem import Orders, Problem, make_problem
+from penstock.schedule.search.problem import B, F, Orders, Problem, make_problem
 from penstock.schedule.search.tabu import tabu_search
 from tests.schedule.memory_check import fits_all
 from tests.schedule.test_search import cases
@@ -86,7 +86,7 @@ def test_a_backward_is_fused_and_split_again(case: dict[str, Any], seed: int) ->
     for _ in range(10):
         backward = half + random.randrange(half)
         before = graph.encoded
-        if graph.fused[backward]:
+        if graph.kind(backward) == B:
             graph.split(backward)
             graph.update()
             check(graph)
@@ -110,7 +110,7 @@ def test_a_micro_batch_is_recomputed_and_kept_again(case: dict[str, Any], seed: 
     for _ in range(10):
         forward = random.randrange(half)
         before, makespan = graph.encoded, graph.makespan
-        if not graph.recomputed[forward]:
+        if graph.kind(forward) == F:
             graph.recompute(forward)
             graph.update()
             check(graph)

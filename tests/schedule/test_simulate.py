@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
+from penstock.schedule.costs import Costs
 from penstock.schedule.registry import build
 from penstock.schedule.schedule import Action, Schedule
-from penstock.schedule.simulate import Costs, Simulation, simulate
+from penstock.schedule.simulate import Simulation, simulate
 from tests.schedule.samples import VARIANTS, placed, staircase
 
 

@@ -286,8 +286,8 @@ def test_ranks_and_stages_that_do_not_match() -> None:
     good = staircase("F0 B0", "F0 B0")
     assert "stage 1 is placed on rank 2, but there are 2 ranks (0..1)" in fault(replace(good, placement=(0, 2)))
     assert "rank 1 holds no stage" in fault(replace(good, placement=(0, 0)))
-    assert "there are no ranks" in fault(Schedule.of("x", (), (), 1))
-    assert "there are no stages" in fault(Schedule.of("x", (), ((),), 1))
+    assert "there are 0 ranks" in fault(Schedule.of("x", (), (), 1))
+    assert "there are 0 stages" in fault(Schedule.of("x", (), ((),), 1))
     assert "there are 0 micro-batches" in fault(Schedule.of("x", (0,), ((),), 0))
 
 

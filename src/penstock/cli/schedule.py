@@ -15,10 +15,11 @@ from typer.core import TyperCommand
 
 from penstock.cli import UsageError, complete_schedule, option
 from penstock.errors import ScheduleError
+from penstock.schedule.costs import Costs
 from penstock.schedule.registry import SCHEDULES, build
 from penstock.schedule.schedule import Schedule, loop, vee
 from penstock.schedule.search import auto
-from penstock.schedule.simulate import Costs, simulate
+from penstock.schedule.simulate import simulate
 from penstock.schedule.text import from_csv, from_text, to_csv
 from penstock.schedule.verify import verify
 from penstock.viz import describe_schedule, memory_table, print_schedule

@@ -70,6 +70,10 @@ class _Transfer(NamedTuple):
     consumed: int  # position of the consuming action in its rank's order
 
 
+_ByAction = dict[int, list[Instruction]]
+"""Instructions by the position of the action in the order of its rank."""
+
+
 def lower(
     schedule: Schedule,
     edges: Iterable[Edge] | None = None,
@@ -89,16 +93,20 @@ def lower(
         raise ScheduleError(f"depth and live_sends must be at least 1, got {depth} and {live_sends}")
     crossing = edges_of(schedule, edges)
     messages = _messages(schedule, crossing)
-    clocks = vector_clocks(schedule, crossing)
+    clocks = _vector_clocks(schedule, crossing)
     held = {"F": 1, "B": -1, "W": -1} if schedule.trains else {}
     in_flight = [max(accumulate(held.get(action.kind, 0) for action in o), default=0) for o in schedule.orders]
     ranks = range(schedule.num_ranks)
-    before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
-    sends: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
-    sent: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in ranks]
+    before: list[_ByAction] = [defaultdict(list) for _ in ranks]
+    sends: list[_ByAction] = [defaultdict(list) for _ in ranks]
+    sent: list[_ByAction] = [defaultdict(list) for _ in ranks]
     for (sender, receiver, direction), channel in messages.items():
-        depends_on = [clocks[direction, message.src, message.microbatch][receiver] for message in channel]
-        for message, position in zip(channel, _posts(channel, depth, depends_on), strict=True):
+        # A receive is posted ``depth - 1`` messages before the consuming action, and never after the receive of a later
+        # message. It is not posted before the receiver's own actions that the message depends on: the message cannot
+        # arrive earlier, and on a GPU a receive that waits for the receiver's own work may delay that work.
+        latest = list(accumulate((message.consumed for message in reversed(channel)), min))[::-1]
+        for message, ahead in zip(channel, [0] * (depth - 1) + latest, strict=False):
+            position = max(ahead, clocks[direction, message.src, message.microbatch][receiver])
             post = Instruction(f"RECV_{direction}", message.dst, message.microbatch, message.src)
             before[receiver][position].append(post)
         first_proof = _proofs(chain.from_iterable(messages.get((receiver, sender, x), ()) for x in "FB"))
@@ -149,19 +157,6 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
     return dict(channels)
 
 
-def _posts(channel: Sequence[_Transfer], depth: int, depends_on: Sequence[int]) -> list[int]:
-    """For each receive, the receiver's action before which it is posted.
-
-    A receive is posted ``depth - 1`` messages before the consuming action, and never after the receive of a later
-    message. It is not posted before the receiver's own actions that the message ``depends_on``: the message cannot
-    arrive earlier, and on a GPU a receive that waits for the receiver's own work may delay that work.
-    """
-    latest = [message.consumed for message in channel]
-    for i in reversed(range(len(latest) - 1)):
-        latest[i] = min(latest[i], latest[i + 1])
-    return [max(latest[i - depth + 1] if i >= depth - 1 else 0, own) for i, own in enumerate(depends_on)]
-
-
 def _proofs(messages: Iterable[_Transfer]) -> Callable[[_Transfer], int | None]:
     """For a message to a peer, the sender's first action that proves that it was consumed, if there is one.
 
@@ -183,13 +178,9 @@ def _proofs(messages: Iterable[_Transfer]) -> Callable[[_Transfer], int | None]:
 
 
 def _assemble(
-    rank: int,
-    order: Sequence[Action],
-    before: dict[int, list[Instruction]],
-    sends: dict[int, list[Instruction]],
-    sent: dict[int, list[Instruction]],
-    trains: bool,
+    rank: int, order: Sequence[Action], before: _ByAction, sends: _ByAction, sent: _ByAction, trains: bool
 ) -> LoweredProgram:
+    """The program of a rank: each action with its receives, sends and releases, and its slot."""
     last = {action.stage: i for i, action in enumerate(order)}
     out: list[Instruction] = []
     slots: dict[tuple[int, int], int] = {}
@@ -213,9 +204,9 @@ def _assemble(
     return LoweredProgram(rank, tuple(out), slots, dict(num_slots))
 
 
-def vector_clocks(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[str, int, int], dict[int, int]]:
-    """For each message ("F" or "B", source stage, micro-batch) and receiving rank: the number of the receiver's own
-    actions that the message depends on.
+def _vector_clocks(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[str, int, int], list[int]]:
+    """For each message ("F" or "B", source stage, micro-batch) and rank: the number of the rank's own actions that the
+    message depends on.
 
     These are vector clocks: every rank counts, for each rank, the actions that it knows to be done. A message carries
     its sender's counts, and the receiver takes the maximum.
@@ -224,8 +215,7 @@ def vector_clocks(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[str, 
     placement = schedule.placement
     known = [[0] * schedule.num_ranks for _ in range(schedule.num_ranks)]
     sent: dict[tuple[str, int, int], list[int]] = {}
-    counts: dict[tuple[str, int, int], dict[int, int]] = {}
-    for rank, begin, end in topological_runs(schedule, edges).runs:
+    for rank, begin, end in topological_runs(schedule, edges)[0]:
         mine = known[rank]
         for i in range(begin, end):
             stage, kind, k = schedule.orders[rank][i]
@@ -239,11 +229,9 @@ def vector_clocks(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[str, 
             for other in inputs:
                 if placement[other] != rank:
                     known[rank] = mine = list(map(max, mine, sent[direction, other, k]))
-            receivers = {placement[other] for other in outputs} - {rank}
-            if receivers:
+            if any(placement[other] != rank for other in outputs):
                 sent[direction, stage, k] = list(mine)
-                counts[direction, stage, k] = {other: mine[other] for other in receivers}
-    return counts
+    return sent
 
 
 def deadlocks(programs: Sequence[LoweredProgram], *, with_headers: bool = False) -> bool:

@@ -58,7 +58,16 @@ class ScheduleProvider:
         if costs is not None and schedule != AUTO:
             raise ScheduleError(f"costs are for schedule={AUTO!r}, which makes an order for them, not for {schedule!r}")
         if isinstance(schedule, Schedule):
-            _check_fixed(schedule, stages, microbatches, ranks)
+            for what, number, wanted in (
+                ("stages", schedule.num_stages, stages),
+                ("ranks", schedule.num_ranks, schedule.num_ranks if ranks is None else ranks),
+                ("micro-batches", schedule.num_microbatches, microbatches),
+            ):
+                if number != wanted:
+                    raise ScheduleError(
+                        f"schedule {schedule.name!r} is for {number} {what}, but there are {wanted}: "
+                        f"use {number}, or a schedule for {wanted}"
+                    )
             self.name, self.ranks, trains = schedule.name, schedule.num_ranks, schedule.trains
         elif not isinstance(schedule, str):
             raise ScheduleError(f"schedule must be a name or a Schedule, got {schedule!r}")
@@ -168,20 +177,6 @@ class ScheduleProvider:
         ).schedule  # fmt: skip
 
 
-def _check_fixed(schedule: Schedule, stages: int, microbatches: int, ranks: int | None) -> None:
-    if schedule.num_stages != stages:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} is for {schedule.num_stages} stages, but the plan has {stages}"
-        )
-    if ranks is not None and schedule.num_ranks != ranks:
-        raise ScheduleError(f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks, but there are {ranks}")
-    if schedule.num_microbatches != microbatches:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} is for {schedule.num_microbatches} micro-batches, not for {microbatches}: "
-            f"say microbatches={schedule.num_microbatches}"
-        )
-
-
 def _ranks_for(name: str, stages: int, ranks: int | None, max_ranks: int | None) -> tuple[int, int | None]:
     """The number of ranks of a named schedule for ``stages``, and v where the schedule takes it."""
     kind = SCHEDULES[name]
@@ -217,7 +212,7 @@ def merge_ranks(schedule: Schedule, edges: Iterable[Edge], merged: Sequence[int]
         rank 1: .   1F0 1F1 1B0 1B1
     """
     orders: list[list[Action]] = [[] for _ in range(max(merged) + 1)]
-    for rank, begin, end in topological_runs(schedule, edges).runs:
+    for rank, begin, end in topological_runs(schedule, edges)[0]:
         orders[merged[rank]].extend(schedule.orders[rank][begin:end])
     placement = [merged[rank] for rank in schedule.placement]
     return Schedule.of(schedule.name, placement, orders, schedule.num_microbatches)

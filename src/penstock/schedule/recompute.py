@@ -49,17 +49,13 @@ def with_recompute(schedule: Schedule, modes: Sequence[str]) -> Schedule:
     """
     present = {(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind == "R"}
     last = schedule.num_microbatches - 1
-
-    def selected(stage: int, microbatch: int) -> bool:
-        mode = modes[stage]
-        return mode == "always" or (mode == "except_last" and microbatch < last)
-
     orders = []
     for order in schedule.orders:
         out: list[Action] = []
         for action in order:
             stage, kind, k = action
-            if kind in BACKWARD and selected(stage, k) and (stage, k) not in present:
+            selected = modes[stage] == "always" or (modes[stage] == "except_last" and k < last)
+            if kind in BACKWARD and selected and (stage, k) not in present:
                 out.append(Action(stage, "R", k))
             out.append(action)
         orders.append(tuple(out))

@@ -161,21 +161,13 @@ def neighbours(num_stages: int, edges: Iterable[Edge]) -> tuple[list[list[int]],
     return sources, targets
 
 
-@dataclass(frozen=True)
-class TopologicalRuns:
-    """A topological order of a schedule's actions, as runs of consecutive actions of one rank.
+def topological_runs(
+    schedule: Schedule, edges: Iterable[Edge]
+) -> tuple[list[tuple[int, int, int]], dict[int, tuple[int, int]]]:
+    """A topological order of a schedule's actions, and the ranks that cannot finish, in linear time.
 
-    ``runs`` holds (rank, begin, end) for ``orders[rank][begin:end]``. ``blocked`` maps each rank that cannot finish
-    to the position where it waits, and the stage whose action on the same micro-batch it waits for.
-    """
-
-    runs: tuple[tuple[int, int, int], ...]
-    blocked: dict[int, tuple[int, int]]
-
-
-def topological_runs(schedule: Schedule, edges: Iterable[Edge]) -> TopologicalRuns:
-    """Let every rank run as far as it can, in time linear in the number of actions.
-
+    The order is a list of runs (rank, begin, end) for ``orders[rank][begin:end]``. A rank that cannot finish has the
+    position where it waits, and the stage whose action on the same micro-batch it waits for.
     A forward waits for the forwards of the stages that feed it, a backward for the backwards of the stages it feeds.
     Sends do not block and receives are posted in the sender's order, so nothing else waits. Dependencies within a
     stage are a matter of one rank's order, and are checked by ``verify``.
@@ -207,16 +199,14 @@ def topological_runs(schedule: Schedule, edges: Iterable[Edge]) -> TopologicalRu
                     blocked[rank] = (at, other)
                     break
             else:
-                key = half + stage * m + microbatch
-                done[key] = 1
-                if key in waiting:
-                    for other in waiting.pop(key):
-                        del blocked[other]
-                        ready.append(other)
+                done[half + stage * m + microbatch] = 1
+                for other in waiting.pop(half + stage * m + microbatch, ()):
+                    del blocked[other]
+                    ready.append(other)
                 at += 1
                 continue
             break
         position[rank] = at
         if at > begin:
             runs.append((rank, begin, at))
-    return TopologicalRuns(tuple(runs), blocked)
+    return runs, blocked

@@ -15,8 +15,6 @@ from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule, edges_of, topological_runs
 from penstock.schedule.verify import MemoryReport, verify
 
-__all__ = ["Costs", "Prediction", "Simulation", "simulate"]
-
 
 @dataclass(frozen=True)
 class Simulation:
@@ -62,7 +60,31 @@ class Simulation:
     @cached_property
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
         """For each rank, its memory over time: (time, memory from then on)."""
-        return tuple(self._curve(rank) for rank in range(self.schedule.num_ranks))
+        if not self.schedule.trains:
+            return (((0.0, 0.0),),) * self.schedule.num_ranks
+        sizes, keeps, checkpoints = (
+            self.costs.of_stages(name, self.schedule.num_stages) for name in ("activation", "keep", "checkpoint")
+        )
+        curves = []
+        for order, starts, ends in zip(self.schedule.orders, self.starts, self.ends, strict=True):
+            curve, kept = [(0.0, 0.0)], 0.0  # memory changes in the order of the rank's actions
+            recomputed = {(a.stage, a.microbatch) for a in order if a.kind == "R"}
+            for (stage, kind, microbatch), start, end in zip(order, starts, ends, strict=True):
+                size, keep, checkpoint = sizes[stage], keeps[stage], checkpoints[stage]
+                if kind == "F":
+                    kept += size
+                    curve.append((start, kept))
+                    if (stage, microbatch) in recomputed:
+                        kept -= size * (1 - checkpoint)
+                        curve.append((end, kept))
+                elif kind == "R":
+                    kept += size * (1 - checkpoint)
+                    curve.append((start, kept))
+                else:
+                    kept -= size * {"B": 1.0, "I": 1 - keep, "W": keep}[kind]
+                    curve.append((end, kept))
+            curves.append(tuple(curve))
+        return tuple(curves)
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
@@ -73,51 +95,24 @@ class Simulation:
         html: str = _registry.viz().simulation_html(self)
         return html
 
-    def _curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """The memory of a rank over time. It changes in the order of the rank's actions."""
-        curve = [(0.0, 0.0)]
-        if not self.schedule.trains:
-            return tuple(curve)
-        order, starts, ends = self.schedule.orders[rank], self.starts[rank], self.ends[rank]
-        sizes, keeps, checkpoints = (
-            self.costs.of_stages(name, self.schedule.num_stages) for name in ("activation", "keep", "checkpoint")
-        )
-        recomputed = {(a.stage, a.microbatch) for a in order if a.kind == "R"}
-        kept = 0.0
-        for (stage, kind, microbatch), start, end in zip(order, starts, ends, strict=True):
-            size, keep, checkpoint = sizes[stage], keeps[stage], checkpoints[stage]
-            if kind == "F":
-                kept += size
-                curve.append((start, kept))
-                if (stage, microbatch) in recomputed:
-                    kept -= size * (1 - checkpoint)
-                    curve.append((end, kept))
-            elif kind == "R":
-                kept += size * (1 - checkpoint)
-                curve.append((start, kept))
-            else:
-                kept -= size * {"B": 1.0, "I": 1 - keep, "W": keep}[kind]
-                curve.append((end, kept))
-        return tuple(curve)
 
+def simulate(schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edge] | None = None) -> Simulation:
+    """Compute when each action runs if every action starts as early as its rank and its inputs allow.
 
-_Arrivals = list[float]
-"""By micro-batch: when the value of one edge arrives, in one direction."""
-
-_Sends = list[tuple[_Arrivals, float, float, list[float]]]
-"""Arrivals, latency and transfer time of each edge; and when its channel is free again, which edges share."""
-
-
-def _links(
-    schedule: Schedule, costs: Costs, edges: Iterable[Edge]
-) -> tuple[dict[str, list[list[_Arrivals]]], dict[str, list[_Sends]]]:
-    """By kind of action and stage: the arrivals that it waits for, and the edges that it sends on.
-
-    Forward and backward traffic have separate channels, one per direction between two ranks.
+    The schedule is verified first. The simulation is one pass over its actions in topological order.
     """
+    costs = costs or Costs()
+    edges = edges_of(schedule, edges)
+    report = verify(schedule, edges)
+    times = costs.durations(schedule.num_stages)
+    # By kind of action and stage: the arrivals that it waits for; and the arrivals, latency and transfer time of each
+    # edge that it sends on, with the time when its channel is free again. Forward and backward traffic have separate
+    # channels, one per direction between two ranks.
     stages = range(schedule.num_stages)
-    incoming: dict[str, list[list[_Arrivals]]] = {kind: [[] for _ in stages] for kind in "FBW"}
-    outgoing: dict[str, list[_Sends]] = {kind: [[] for _ in stages] for kind in "FBW"}
+    incoming: dict[str, list[list[list[float]]]] = {kind: [[] for _ in stages] for kind in "FBW"}
+    outgoing: dict[str, list[list[tuple[list[float], float, float, list[float]]]]] = {
+        kind: [[] for _ in stages] for kind in "FBW"
+    }
     channels: dict[tuple[str, int, int], list[float]] = {}
     for edge in edges:
         latency = transfer = 0.0
@@ -131,22 +126,9 @@ def _links(
             outgoing[kind][src].append((arrivals, latency, transfer, channel))
     incoming["I"], incoming["R"] = incoming["B"], incoming["W"]
     outgoing["I"], outgoing["R"] = outgoing["B"], outgoing["W"]
-    return incoming, outgoing
-
-
-def simulate(schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edge] | None = None) -> Simulation:
-    """Compute when each action runs if every action starts as early as its rank and its inputs allow.
-
-    The schedule is verified first. The simulation is one pass over its actions in topological order.
-    """
-    costs = costs or Costs()
-    edges = edges_of(schedule, edges)
-    report = verify(schedule, edges)
-    times = costs.durations(schedule.num_stages)
-    incoming, outgoing = _links(schedule, costs, edges)
     starts: list[list[float]] = [[] for _ in schedule.orders]
     ends: list[list[float]] = [[] for _ in schedule.orders]
-    for rank, begin, stop in topological_runs(schedule, edges).runs:
+    for rank, begin, stop in topological_runs(schedule, edges)[0]:
         now = ends[rank][-1] if begin else 0.0
         for stage, kind, microbatch in schedule.orders[rank][begin:stop]:
             for arrivals in incoming[kind][stage]:

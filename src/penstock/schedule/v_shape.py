@@ -77,14 +77,8 @@ def v_schedule(name: str, p: int, m: int, hops: tuple[int, int, int, int], cap: 
     for r in range(p):
         down, up = r, 2 * p - 1 - r
         f_up_time, i_down_time = f_end - f_up * r, i_start + i_down * r
-        slots.append(
-            (
-                (f_down * r, down, "F"),
-                (f_up_time, up, "F"),
-                (i_down_time, up, "I"),
-                (i_end - i_up * r, down, "I"),
-            )
-        )
+        forwards = [(f_down * r, down, "F"), (f_up_time, up, "F")]
+        slots.append([*forwards, (i_down_time, up, "I"), (i_end - i_up * r, down, "I")])
         # A rank that runs ahead leaves memory for its second stage: from its F to the end of its W.
         ahead.append(cap - -(-(i_down_time + 2 - f_up_time) // 6))
     return Schedule.of(name, vee(p), _compact(p, m, slots, cap, ahead), m)

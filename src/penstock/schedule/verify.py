@@ -7,16 +7,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from penstock.errors import ScheduleError
-from penstock.schedule.schedule import (
-    BACKWARD,
-    COMPUTE,
-    Action,
-    Edge,
-    Schedule,
-    TopologicalRuns,
-    edges_of,
-    topological_runs,
-)
+from penstock.schedule.schedule import BACKWARD, COMPUTE, Action, Edge, Schedule, edges_of, topological_runs
 
 
 @dataclass(frozen=True)
@@ -58,30 +49,23 @@ def verify(schedule: Schedule, edges: Iterable[Edge] | None = None) -> MemoryRep
     block, so a schedule deadlocks exactly when its orders and its data dependencies together have a cycle.
     Raises ``ScheduleError`` naming the action, the rank and, for a deadlock, the cycle.
     """
-    _check_placement(schedule)
-    edges = edges_of(schedule, edges)
-    report = _check_orders(schedule)
-    outcome = topological_runs(schedule, edges)
-    if outcome.blocked:
-        _deadlock(schedule, outcome)
-    return report
-
-
-def _check_placement(schedule: Schedule) -> None:
-    """Every stage is on a rank that exists, and every rank has a stage."""
     num_ranks = schedule.num_ranks
-    if not num_ranks:
-        _fail(schedule, "there are no ranks")
-    if not schedule.num_stages:
-        _fail(schedule, "there are no stages")
-    if schedule.num_microbatches < 1:
-        _fail(schedule, f"there are {schedule.num_microbatches} micro-batches, at least 1 is needed")
+    num_stages, m = schedule.num_stages, schedule.num_microbatches
+    for what, number in (("ranks", num_ranks), ("stages", num_stages), ("micro-batches", m)):
+        if number < 1:
+            _fail(schedule, f"there are {number} {what}, at least 1 is needed")
     for stage, rank in enumerate(schedule.placement):
         if not 0 <= rank < num_ranks:
             ranks = f"there are {num_ranks} ranks (0..{num_ranks - 1})"
             _fail(schedule, f"stage {stage} is placed on rank {rank}, but {ranks}")
     for rank in sorted(set(range(num_ranks)) - set(schedule.placement)):
         _fail(schedule, f"rank {rank} holds no stage: use fewer ranks, or place a stage there", {rank: (0, "")})
+    edges = edges_of(schedule, edges)
+    report = _check_orders(schedule)
+    _, blocked = topological_runs(schedule, edges)
+    if blocked:
+        _deadlock(schedule, blocked)
+    return report
 
 
 def _check_orders(schedule: Schedule) -> MemoryReport:
@@ -97,10 +81,10 @@ def _check_orders(schedule: Schedule) -> MemoryReport:
         flight = peak_flight = deferred = peak_deferred = 0
         for position, (stage, kind, microbatch) in enumerate(order):
             if not (0 <= stage < num_stages and 0 <= microbatch < m and placement[stage] == rank):
-                _misplaced(schedule, rank, position)
+                _illegal(schedule, rank, position)
             state_after = _TRANSITIONS[state[stage * m + microbatch]].get(kind)
             if state_after is None:
-                _out_of_order(schedule, rank, position)
+                _illegal(schedule, rank, position)
             state[stage * m + microbatch] = state_after
             flight += _IN_FLIGHT[kind]
             deferred += _DEFERRED[kind]
@@ -119,30 +103,26 @@ def _check_orders(schedule: Schedule) -> MemoryReport:
     return MemoryReport(tuple(flights), shares, tuple(deferreds))
 
 
-def _misplaced(schedule: Schedule, rank: int, position: int) -> NoReturn:
-    """An action of a stage or micro-batch that does not exist, or of a stage on another rank."""
-    action = schedule.orders[rank][position]
-    stages, m = schedule.num_stages, schedule.num_microbatches
-    if not 0 <= action.stage < stages:
-        why = f"there is no stage {action.stage}: there are {stages} (0..{stages - 1})"
-    elif not 0 <= action.microbatch < m:
-        why = f"there is no micro-batch {action.microbatch}: there are {m} (0..{m - 1})"
-    else:
-        why = f"stage {action.stage} is on rank {schedule.placement[action.stage]}"
-    _fail(schedule, f"{_place(schedule, rank, position)} cannot be done there: {why}", {rank: (position, "")})
-
-
-def _out_of_order(schedule: Schedule, rank: int, position: int) -> NoReturn:
-    """An action of unknown kind, repeated, too early or too late, or a B together with I and W."""
+def _illegal(schedule: Schedule, rank: int, position: int) -> NoReturn:
+    """An action of a stage or micro-batch that does not exist, of a stage on another rank, of unknown kind, repeated,
+    too early or too late, or a B together with I and W.
+    """
     order = schedule.orders[rank]
     stage, kind, microbatch = order[position]
-    where = _place(schedule, rank, position)
+    where = f"{order[position]} of rank {rank} (position {position})"
+    stages, m = schedule.num_stages, schedule.num_microbatches
 
     def at(other: str, within: range) -> int | None:
         return next((i for i in within if order[i] == (stage, other, microbatch)), None)
 
     past, future = range(position), range(position + 1, len(order))
-    if kind not in COMPUTE:
+    if not 0 <= stage < stages:
+        why = f"{where} cannot be done there: there is no stage {stage}: there are {stages} (0..{stages - 1})"
+    elif not 0 <= microbatch < m:
+        why = f"{where} cannot be done there: there is no micro-batch {microbatch}: there are {m} (0..{m - 1})"
+    elif schedule.placement[stage] != rank:
+        why = f"{where} cannot be done there: stage {stage} is on rank {schedule.placement[stage]}"
+    elif kind not in COMPUTE:
         why = f"{where} is of an unknown kind: expected one of {', '.join(COMPUTE)}"
     elif (before := at(kind, past)) is not None:
         why = f"{where} is there a second time: it is already at position {before}"
@@ -175,35 +155,28 @@ def _incomplete(schedule: Schedule, stage: int, microbatch: int, state: int) -> 
     _fail(schedule, f"{missing} of rank {rank} is missing: {rest}", {rank: mark})
 
 
-def _deadlock(schedule: Schedule, outcome: TopologicalRuns) -> NoReturn:
+def _deadlock(schedule: Schedule, blocked: dict[int, tuple[int, int]]) -> NoReturn:
     """Follow who waits for whom until a rank repeats: that is the cycle."""
     trail: list[int] = []
-    rank = min(outcome.blocked)
+    rank = min(blocked)
     while rank not in trail:
         trail.append(rank)
-        rank = schedule.placement[outcome.blocked[rank][1]]
+        rank = schedule.placement[blocked[rank][1]]
     cycle = trail[trail.index(rank) :]
 
     waits, marks = [], {}
     for rank in cycle:
-        position, stage = outcome.blocked[rank]
+        position, stage = blocked[rank]
         action = schedule.orders[rank][position]
         owner = schedule.placement[stage]
         kinds = ("F",) if action.kind == "F" else BACKWARD
-        need = next(
-            a
-            for a in schedule.orders[owner]
-            if a.stage == stage and a.microbatch == action.microbatch and a.kind in kinds
-        )
+        needs = [Action(stage, kind, action.microbatch) for kind in kinds]
+        need = next(other for other in schedule.orders[owner] if other in needs)
         who = f"rank {owner}" if owner != rank else f"rank {rank} itself, later in its order"
         waits.append(f"at {action} for {need} of {who}")
         marks[rank] = (position, f"waits for {need}")
     why = f"deadlock: rank {cycle[0]} waits " + ", which waits ".join(waits)
     _fail(schedule, why, marks)
-
-
-def _place(schedule: Schedule, rank: int, position: int) -> str:
-    return f"{schedule.orders[rank][position]} of rank {rank} (position {position})"
 
 
 def _fail(schedule: Schedule, why: str, marks: Mapping[int, tuple[int, str]] | None = None) -> NoReturn:

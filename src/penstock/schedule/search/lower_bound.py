@@ -21,7 +21,6 @@ def lower_bound(problem: Problem) -> float:
     """
     count, m, times = problem.num_stages, problem.m, problem.durations
     forward, input_grad, fused, weight_grad = (times[kind * count : (kind + 1) * count] for kind in (F, I, B, W))
-    recompute = _recompute_times(problem)
     rest = [min(b, i + w) for b, i, w in zip(fused, input_grad, weight_grad, strict=True)]
     sends = [min(b, i) for b, i in zip(fused, input_grad, strict=True)]  # from a backward's start to its gradient
     round_trips = _round_trips(problem)
@@ -33,7 +32,7 @@ def lower_bound(problem: Problem) -> float:
     bound = max(head[s] + forward[s] + round_trips[s] + max(rest[s], sends[s] + tail[s]) for s in range(count))
     for stages, work, period in zip(problem.stages_of, problem.work, memory_bound_period(problem), strict=True):
         begin = min(head[s] for s in stages)
-        without_w = sum(forward[s] + recompute[s] + sends[s] for s in stages)
+        without_w = sum(forward[s] + problem.recompute_times[s] + sends[s] for s in stages)
         end = min(max(rest[s] - sends[s], tail[s]) for s in stages)
         bound = max(bound, begin + m * work, begin + m * without_w + end, begin + m * period)
     return bound
@@ -124,20 +123,12 @@ def _period_with_recompute(problem: Problem, rank: int, memory: float) -> float:
 
 def _round_trips(problem: Problem) -> list[float]:
     """By stage: the least time from the end of its F to the start of its backward."""
-    round_trips = _recompute_times(problem)
+    round_trips = list(problem.recompute_times)
     for src, dst, time in sorted(problem.arcs, key=lambda arc: -arc[0]):
         backward = min(problem.duration(I, dst), problem.duration(B, dst))
         round_trip = time + problem.duration(F, dst) + round_trips[dst] + backward + time
         round_trips[src] = max(round_trips[src], round_trip)
     return round_trips
-
-
-def _recompute_times(problem: Problem) -> list[float]:
-    """By stage: the time of a recompute that is not optional."""
-    return [
-        problem.duration(R, s) if recomputed and not problem.recompute_optional else 0.0
-        for s, recomputed in enumerate(problem.recomputed)
-    ]
 
 
 def _usable_memory(problem: Problem, rank: int) -> float:

@@ -7,7 +7,7 @@ the start to each node and from there to the end give an estimate of the makespa
 from __future__ import annotations
 
 from penstock.schedule.search.orders import microbatches
-from penstock.schedule.search.problem import TOLERANCE, B, C, F, I, Orders, Problem, R, W
+from penstock.schedule.search.problem import TOLERANCE, C, F, I, Orders, Problem, R, W
 
 _LINES = (0, 1, 1, 2, 3, 0)
 """The line of each kind of op."""
@@ -94,10 +94,6 @@ class OpGraph:
         self.orders, self.ops = table.number(orders)
         self.duration = [*(problem.durations[op] for op in self.ops), 0.0]
         self.change = [problem.memory_change[op] for op in self.ops]
-        self.fused = [op // self.stages == B for op in self.ops]
-        """By node: whether it is a B."""
-        self.recomputed = [op // self.stages == C for op in self.ops[: self.stages * self.m]]
-        """By forward node: whether it is recomputed."""
         self.place = [0] * self.none  # position in the rank's order
         self.held = [0.0] * (self.none + 1)  # memory after the node
         self.before, self.after = [self.none] * self.none, [self.none] * self.none
@@ -117,9 +113,9 @@ class OpGraph:
         """The orders as op codes."""
         return [[self.ops[node] for node in order] for order in self.orders]
 
-    def _set_op(self, node: int, op: int) -> None:
-        self.ops[node] = op
-        self.duration[node], self.change[node] = self.problem.durations[op], self.problem.memory_change[op]
+    def kind(self, node: int) -> int:
+        """The kind of the node's op."""
+        return self.ops[node] // self.stages
 
     def _link(self, order: list[int], low: int, high: int) -> None:
         """Set neighbours, places and memory of a part of an order."""
@@ -248,20 +244,12 @@ class OpGraph:
 
     def fuse(self, backward: int) -> int:
         """Make an I and its W a B; return the place of the W."""
-        weight_grad = backward + self.stages * self.m
-        place, at = self._remove(weight_grad)
-        self.fused[backward] = True
-        self._set_op(backward, backward // self.m + self.stages)
-        self._changed(backward, at)
-        return place
+        return self._remove(backward + self.stages * self.m, backward, backward // self.m + self.stages)
 
     def split(self, backward: int, place: int | None = None) -> None:
         """Make a B an I and a W, with the W at ``place`` of the order, or directly after the I."""
-        weight_grad = backward + self.stages * self.m
-        at = self._insert(weight_grad, self.place[backward] + 1 if place is None else place)
-        self.fused[backward] = False
-        self._set_op(backward, backward // self.m)
-        self._changed(backward, at)
+        place = self.place[backward] + 1 if place is None else place
+        self._insert(backward + self.stages * self.m, place, backward, backward // self.m)
 
     def keep(self, forward: int) -> int | None:
         """Remove a recompute; return its place. None, without a change, if that exceeds the cap."""
@@ -272,36 +260,32 @@ class OpGraph:
             if self.needs[other] and held[before] + self.needs[other] > limit:
                 return None
             before = other
-        place, at = self._remove(recompute)
-        self.recomputed[forward] = False
-        self._set_op(forward, forward // self.m)
-        self._changed(forward, at)
-        return place
+        return self._remove(recompute, forward, forward // self.m)
 
     def recompute(self, forward: int, place: int | None = None) -> None:
         """Recompute a micro-batch, with its R at ``place`` of the order, or directly before its backward."""
-        backward, recompute = forward + self.stages * self.m, forward + 3 * self.stages * self.m
-        at = self._insert(recompute, self.place[backward] if place is None else place)
-        self.recomputed[forward] = True
-        self._set_op(forward, C * self.stages + forward // self.m)
-        self._changed(forward, at)
+        place = self.place[forward + self.stages * self.m] if place is None else place
+        self._insert(forward + 3 * self.stages * self.m, place, forward, C * self.stages + forward // self.m)
 
-    def _remove(self, node: int) -> tuple[int, int]:
-        """Remove a node from its order and from the sequence; return its places in both."""
+    def _remove(self, node: int, other: int, op: int) -> int:
+        """Remove a node, and make the earlier node ``other`` an ``op``; return the place of the removed node."""
         place, at = self.place[node], self.at[node]
         del self.orders[self.rank[node]][place], self.sequence[at]
-        return place, at
+        self._change_op(other, op, at)
+        return place
 
-    def _insert(self, node: int, place: int) -> int:
-        """Insert a node into its order, and into the sequence after its predecessor; return its place in that."""
+    def _insert(self, node: int, place: int, other: int, op: int) -> None:
+        """Insert a node, in the sequence after its predecessor, and make the earlier node ``other`` an ``op``."""
         order = self.orders[self.rank[node]]
         at = self.at[order[place - 1]] + 1
         order.insert(place, node)
         self.sequence.insert(at, node)
-        return at
+        self._change_op(other, op, at)
 
-    def _changed(self, node: int, last: int) -> None:
-        """Relink after the op of ``node`` changed, and a node was inserted or removed at ``last`` of the sequence."""
+    def _change_op(self, node: int, op: int, last: int) -> None:
+        """Make ``node`` an ``op``, and relink after a node was inserted or removed at ``last`` of the sequence."""
+        self.ops[node] = op
+        self.duration[node], self.change[node] = self.problem.durations[op], self.problem.memory_change[op]
         order, first = self.orders[self.rank[node]], self.at[node]
         self._link(order, self.place[node], len(order) - 1)
         for i in range(first, len(self.sequence)):

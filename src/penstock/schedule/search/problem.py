@@ -90,13 +90,19 @@ class Problem:
         )
 
     @cached_property
+    def recompute_times(self) -> tuple[float, ...]:
+        """By stage: the time of a recompute that is not optional."""
+        forced = [recomputed and not self.recompute_optional for recomputed in self.recomputed]
+        return tuple(self.duration(R, s) if forced[s] else 0.0 for s in range(self.num_stages))
+
+    @cached_property
     def work(self) -> tuple[float, ...]:
         """By rank: the least time of all its work on one micro-batch."""
         return tuple(
             sum(
                 self.duration(F, s)
                 + min(self.duration(B, s), self.duration(I, s) + self.duration(W, s))
-                + (self.duration(R, s) if self.recomputed[s] and not self.recompute_optional else 0.0)
+                + self.recompute_times[s]
                 for s in stages
             )
             for stages in self.stages_of

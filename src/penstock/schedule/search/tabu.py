@@ -10,7 +10,7 @@ from collections.abc import Callable
 from random import Random
 
 from penstock.schedule.search.op_graph import NodeTable, OpGraph
-from penstock.schedule.search.problem import TOLERANCE, Orders
+from penstock.schedule.search.problem import TOLERANCE, B, C, F, Orders
 
 _Block = tuple[int, int, int]
 """Rank, first and last place in its order."""
@@ -54,8 +54,8 @@ def _drop_needless_recomputes(table: NodeTable, orders: Orders) -> OpGraph:
     """The graph of the orders, without optional recomputes for whose activations there is memory."""
     graph = OpGraph(table, orders)
     if table.problem.recompute_optional:
-        for forward, recomputed in enumerate(graph.recomputed):
-            if recomputed:
+        for forward in range(graph.stages * graph.m):
+            if graph.kind(forward) == C:
                 graph.keep(forward)
         graph.update()
     return graph
@@ -78,7 +78,12 @@ def _make_moves(
                 tabu[(other, node) if to < origin else (node, other)] = until
     if not changed_ranks:
         tabu.clear()
-        _random_swaps(graph, random)
+        for _ in range(3):  # swap random neighbours, to leave a local optimum without moves
+            rank = random.randrange(len(graph.orders))
+            at = random.randrange(len(graph.orders[rank]) - 1)
+            swapped = graph.moved(rank, at, at + 1)
+            if swapped is not None and graph.estimate(rank, at, swapped) <= graph.makespan * 1.03:
+                graph.move(rank, at, at + 1, swapped)
     graph.update()
 
 
@@ -89,7 +94,7 @@ def _fuse_or_split(graph: OpGraph, random: Random, blocks: list[_Block]) -> None
     if not half <= node < 3 * half or not graph.problem.fusing_pays[node // graph.m % graph.stages]:
         return
     backward, makespan = node if node < 2 * half else node - half, graph.makespan
-    if graph.fused[backward]:
+    if graph.kind(backward) == B:
         graph.split(backward)
         graph.update()
         if graph.makespan > makespan * (1 + TOLERANCE):
@@ -109,7 +114,7 @@ def _add_or_remove_recompute(graph: OpGraph, random: Random, blocks: list[_Block
     node, half = graph.orders[rank][random.randint(first, last)], graph.stages * graph.m
     if node >= 3 * half:
         graph.keep(node - 3 * half)
-    elif node < half and not graph.recomputed[node] and graph.problem.recomputed[node // graph.m]:
+    elif node < half and graph.kind(node) == F and graph.problem.recomputed[node // graph.m]:
         makespan = graph.makespan
         graph.recompute(node)
         graph.update()
@@ -172,13 +177,3 @@ def _blocks(graph: OpGraph, random: Random) -> list[_Block]:
         last = graph.place[node]
     blocks.reverse()
     return blocks
-
-
-def _random_swaps(graph: OpGraph, random: Random) -> None:
-    """Swap a few random neighbours, to leave a local optimum without moves."""
-    for _ in range(3):
-        rank = random.randrange(len(graph.orders))
-        at = random.randrange(len(graph.orders[rank]) - 1)
-        part = graph.moved(rank, at, at + 1)
-        if part is not None and graph.estimate(rank, at, part) <= graph.makespan * 1.03:
-            graph.move(rank, at, at + 1, part)
