@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,18 +14,11 @@ from torch.optim import Optimizer
 from penstock._torch import foreach_unscale_
 from penstock.engine.replicas.dtensor import to_local
 from penstock.errors import PipelineError, PlanError
+from penstock.train.state import PipelineState
 
 _FINITE, _NOT_FINITE, _HALF = 0.0, 1.0, 2.0  # the state of a rank's gradients; the maximum over the ranks counts
 _SMALLEST_SCALE = 2.0**-126  # whose inverse float32 can represent
 _STATE_NAMES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # torch's names
-
-
-class ScaledPipeline(Protocol):
-    """The part of a pipeline that the scaler uses: the factor of its gradients, and a reduction over its ranks."""
-
-    loss_scale: float
-
-    def max_over_ranks(self, number: float) -> float: ...
 
 
 class GradScaler:
@@ -45,7 +38,7 @@ class GradScaler:
 
     def __init__(
         self,
-        pipe: ScaledPipeline,
+        pipe: PipelineState,
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
@@ -76,6 +69,7 @@ class GradScaler:
         # A tensor, not a number: a float16 loss becomes float32, which the scale does not overflow.
         return outputs * torch.full((), self._scale, device=outputs.device)
 
+    @torch.no_grad()
     def unscale_(self, optimizer: Optimizer | None) -> None:
         """Divide the gradients of an optimizer's parameters by the scale, for example to clip them before ``step``."""
         if not self._enabled or optimizer is None:
@@ -89,7 +83,22 @@ class GradScaler:
                 f"the pipeline's gradients are scaled by {self._pipe.loss_scale:g}, this scaler's scale is "
                 f"{self._scale:g}: use one scaler for a pipeline, the one that was made last"
             )
-        self._local_states[optimizer] = self._unscale(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if any(parameter.grad.dtype is torch.float16 for parameter in parameters):
+            self._local_states[optimizer] = _HALF  # ``step`` raises the error on all ranks; no gradient is changed
+            return
+        grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            if not parameter.grad.is_sparse and parameter.grad.is_conj():
+                parameter.grad = parameter.grad.resolve_conj()
+            grad = to_local(parameter.grad)
+            values = grad._values() if grad.is_sparse else grad
+            grads[values.device, values.dtype].append(torch.view_as_real(values) if values.is_complex() else values)
+        flags = []
+        for (device, _), group in grads.items():
+            flags.append(torch.zeros((), device=device))
+            foreach_unscale_(group, flags[-1], torch.full((), 1 / self._scale, device=device))
+        self._local_states[optimizer] = max(map(float, flags), default=_FINITE)
 
     def step(self, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
         """Call ``optimizer.step()`` on all ranks, or on none if gradients of any rank have an inf or a nan."""
@@ -127,7 +136,19 @@ class GradScaler:
             found = self._pipe.max_over_ranks(max([-1.0, *self._global_states, *self._local_states.values()]))
             if found < _FINITE:
                 raise PipelineError("update() was called before step(): no gradients were checked since the last one")
-            self._adjust_scale(found)
+            if found > _FINITE:
+                lower = max(_to_float32(self._scale * self._backoff_factor), _to_float32(self._min_scale or 0.0))
+                if lower < _SMALLEST_SCALE:
+                    raise PipelineError(
+                        f"gradients are not finite even at a scale of {self._scale:g}: look at the model and its data"
+                    )
+                self._scale, self._growth_tracker = lower, 0
+            elif self._growth_tracker + 1 < self._growth_interval:
+                self._growth_tracker += 1
+            else:
+                grown = _to_float32(self._scale * self._growth_factor)  # rounded as in torch
+                self._scale, self._growth_tracker = grown if math.isfinite(grown) else self._scale, 0
+            self._pipe.loss_scale = self._scale
         self._local_states.clear()
         self._stepped.clear()
         self._global_states.clear()
@@ -167,41 +188,6 @@ class GradScaler:
         largest, smallest = self._pipe.max_over_ranks(number), -self._pipe.max_over_ranks(-number)
         if largest != smallest:
             raise PlanError(f"GradScaler's {name} is {smallest:g} to {largest:g} over the ranks: make it the same")
-
-    def _adjust_scale(self, found: float) -> None:
-        """Update the scale after an iteration, rounded to float32 as in torch."""
-        if found > _FINITE:
-            lower = max(_to_float32(self._scale * self._backoff_factor), _to_float32(self._min_scale or 0.0))
-            if lower < _SMALLEST_SCALE:
-                raise PipelineError(
-                    f"gradients are not finite even at a scale of {self._scale:g}: look at the model and its data"
-                )
-            self._scale, self._growth_tracker = lower, 0
-        elif self._growth_tracker + 1 < self._growth_interval:
-            self._growth_tracker += 1
-        else:
-            grown = _to_float32(self._scale * self._growth_factor)
-            self._scale, self._growth_tracker = grown if math.isfinite(grown) else self._scale, 0
-        self._pipe.loss_scale = self._scale
-
-    @torch.no_grad()
-    def _unscale(self, optimizer: Optimizer) -> float:
-        """Divide the gradients by the scale; returns their state on this rank."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if any(parameter.grad.dtype is torch.float16 for parameter in parameters):
-            return _HALF  # ``step`` raises the error on all ranks; no gradient is changed
-        grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for parameter in parameters:
-            if not parameter.grad.is_sparse and parameter.grad.is_conj():
-                parameter.grad = parameter.grad.resolve_conj()
-            grad = to_local(parameter.grad)
-            values = grad._values() if grad.is_sparse else grad
-            grads[values.device, values.dtype].append(torch.view_as_real(values) if values.is_complex() else values)
-        flags = []
-        for (device, _), group in grads.items():
-            flags.append(torch.zeros((), device=device))
-            foreach_unscale_(group, flags[-1], torch.full((), 1 / self._scale, device=device))
-        return max(map(float, flags), default=_FINITE)
 
 
 def _to_float32(number: Any) -> float:
