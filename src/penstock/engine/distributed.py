@@ -106,7 +106,7 @@ class DistributedExecutor(Executor):
             if not parallel:  # these were made equal before
                 self.replicas.broadcast(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
             if not self.norms:
-                self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
+                self.statistics = RunningStatistics(modules.values(), self.replicas.control.gather)
             if self.loss is not None:
                 self.loss.replicas = self.replicas
         self.status.phase = NEXT_BATCH
@@ -233,7 +233,7 @@ class DistributedExecutor(Executor):
         statistics = self.statistics if training else None
         if statistics is not None:
             statistics.begin()
-        gather = self.replicas.gather if self.replicas is not None and training else None
+        gather = self.replicas.control.gather if self.replicas is not None and training else None
         with commit_statistics(self.norms, gather) if self.norms else nullcontext():
             yield
         if statistics is not None:

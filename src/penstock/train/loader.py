@@ -126,7 +126,7 @@ class DataLoader(Generic[Sample]):
         if self.shuffle + len(given) > 1:
             raise PlanError("shuffle, sampler and batch_sampler each say the order: pass one of them")
         for name, sampler in given.items():
-            inner = sampler
+            inner: Any = sampler
             while inner is not None:
                 if isinstance(inner, DistributedSampler):
                     raise PlanError(f"{name} is a DistributedSampler, but each replica gets its share: leave it out")

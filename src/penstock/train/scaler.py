@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,18 @@ from torch.optim import Optimizer
 from penstock._torch import foreach_unscale_
 from penstock.engine.replicas.dtensor import to_local
 from penstock.errors import PipelineError, PlanError
-from penstock.train.state import PipelineState
 
 _FINITE, _NOT_FINITE, _HALF = 0.0, 1.0, 2.0  # the state of a rank's gradients; the maximum over the ranks counts
 _SMALLEST_SCALE = 2.0**-126  # whose inverse float32 can represent
 _STATE_NAMES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # torch's names
+
+
+class ScaledPipeline(Protocol):
+    """The part of a pipeline that the scaler uses: the factor of its gradients, and a reduction over its ranks."""
+
+    loss_scale: float
+
+    def max_over_ranks(self, number: float) -> float: ...
 
 
 class GradScaler:
@@ -38,7 +45,7 @@ class GradScaler:
 
     def __init__(
         self,
-        pipe: PipelineState,
+        pipe: ScaledPipeline,
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
@@ -136,19 +143,7 @@ class GradScaler:
             found = self._pipe.max_over_ranks(max([-1.0, *self._global_states, *self._local_states.values()]))
             if found < _FINITE:
                 raise PipelineError("update() was called before step(): no gradients were checked since the last one")
-            if found > _FINITE:
-                lower = max(_to_float32(self._scale * self._backoff_factor), _to_float32(self._min_scale or 0.0))
-                if lower < _SMALLEST_SCALE:
-                    raise PipelineError(
-                        f"gradients are not finite even at a scale of {self._scale:g}: look at the model and its data"
-                    )
-                self._scale, self._growth_tracker = lower, 0
-            elif self._growth_tracker + 1 < self._growth_interval:
-                self._growth_tracker += 1
-            else:
-                grown = _to_float32(self._scale * self._growth_factor)  # rounded as in torch
-                self._scale, self._growth_tracker = grown if math.isfinite(grown) else self._scale, 0
-            self._pipe.loss_scale = self._scale
+            self._adjust_scale(found)
         self._local_states.clear()
         self._stepped.clear()
         self._global_states.clear()
@@ -188,6 +183,22 @@ class GradScaler:
         largest, smallest = self._pipe.max_over_ranks(number), -self._pipe.max_over_ranks(-number)
         if largest != smallest:
             raise PlanError(f"GradScaler's {name} is {smallest:g} to {largest:g} over the ranks: make it the same")
+
+    def _adjust_scale(self, found: float) -> None:
+        """Update the scale after an iteration, rounded to float32 as in torch."""
+        if found > _FINITE:
+            lower = max(_to_float32(self._scale * self._backoff_factor), _to_float32(self._min_scale or 0.0))
+            if lower < _SMALLEST_SCALE:
+                raise PipelineError(
+                    f"gradients are not finite even at a scale of {self._scale:g}: look at the model and its data"
+                )
+            self._scale, self._growth_tracker = lower, 0
+        elif self._growth_tracker + 1 < self._growth_interval:
+            self._growth_tracker += 1
+        else:
+            grown = _to_float32(self._scale * self._growth_factor)
+            self._scale, self._growth_tracker = grown if math.isfinite(grown) else self._scale, 0
+        self._pipe.loss_scale = self._scale
 
 
 def _to_float32(number: Any) -> float:

@@ -50,12 +50,7 @@ class StageRng:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        seed: int | None,
-        first: int = 0,
-        fqn: Callable[[str], str] = str,
+        self, module: nn.Module, device: torch.device, seed: int | None, first: int = 0, fqn: Callable[[str], str] = str
     ) -> None:
         self.module = module
         self.device = device
@@ -171,7 +166,11 @@ class _RngSession:
         call.before = [generator.get_state() for generator in generators]
         self.depth += 1
         if self.rng.seed is not None:
-            key = self._key(call)
+            # A module that is used in several places is called once in each, in the order of its names.
+            names = self.rng.names[id(call.module)]
+            name, repeat = names[min(call.number, len(names) - 1)], max(0, call.number - len(names) + 1)
+            text = f"{self.rng.seed}/{self.rng.run_name}/{self.microbatch}/{name}/{repeat}"
+            key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
             for generator in generators:
                 generator.manual_seed(key)
         elif self.depth == 1 and self.states is not None:  # modules inside it continue its stream
@@ -190,13 +189,6 @@ class _RngSession:
             for generator, state in zip(self.rng.generators(), call.before, strict=True):
                 generator.set_state(state)
         _generators_lock.release()
-
-    def _key(self, call: _ModuleCall) -> int:
-        # A module that is used in several places is called once in each, in the order of its names.
-        names = self.rng.names[id(call.module)]
-        name, repeat = names[min(call.number, len(names) - 1)], max(0, call.number - len(names) + 1)
-        text = f"{self.rng.seed}/{self.rng.run_name}/{self.microbatch}/{name}/{repeat}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(slots=True)

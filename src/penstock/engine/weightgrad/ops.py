@@ -29,13 +29,13 @@ from penstock.engine.weightgrad.queue import (
     WeightGradRecorder,
     accumulate,
     active,
-    backward_in_forward,
     defers,
     foreign_hooks,
     is_compiling,
     is_grad_enabled,
     modified_error,
 )
+from penstock.errors import PipelineError
 
 _linear, _addmm, _matmul, _mm, _convolution = F.linear, torch.addmm, torch.matmul, torch.mm, torch.convolution
 _aten = torch.ops.aten
@@ -82,22 +82,39 @@ class _DeferringOp(Function):
     def backward(ctx: Any, g: Tensor | None) -> Any:
         if g is None:
             return None, None, None, None
-        queue, rule, weight, bias, used, _, wants, options = ctx.spec
+        queue, rule, weight, bias, _, _, wants, options = ctx.spec
         saved = ctx.saved_tensors
         x, w, statistics = saved[0], saved[1], saved[2:]
         if not queue.open:
-
-            def op() -> Any:
-                out = rule.forward(x, weight.to(used.dtype), None if bias is None else bias.to(used.dtype), *options)
-                return out[0] if type(out) is tuple else out
-
-            return *backward_in_forward(ctx, queue, g, op, (x, weight, bias)), None
+            return *_backward_in_forward(ctx, g, x), None
         x = x.detach()  # W needs the values, not their graph
         _, input_grad, work, _ = rule
         queue.entries.append(
             (work, (rule, x, x._version, g, g._version, weight, bias, statistics, options, queue.recorder))
         )
         return input_grad(g, x, w, bias, statistics, options) if wants else None, None, None, None
+
+
+def _backward_in_forward(ctx: Any, g: Tensor, x: Tensor) -> list[Tensor | None]:
+    """All gradients of a node in a backward that is not an I: autograd was called inside a stage's forward.
+
+    Parameters have edges only while the recorder keeps them.
+    """
+    queue, rule, weight, bias, used, _, _, options = ctx.spec
+    inputs = list(zip((x, weight, bias), ctx.needs_input_grad, strict=False))
+    if any(tensor is not None and tensor.requires_grad and not needed for tensor, needed in inputs):
+        raise PipelineError(
+            "autograd ran inside the forward of a stage whose backward is split into I and W, and did not on the "
+            "stage's first micro-batch. Call it on every micro-batch, or use a schedule without W, such as '1f1b'."
+        )
+    queue.recorder.autograd_in_forward = True
+    create_graph = is_grad_enabled()
+    with torch.enable_grad():
+        out = rule.forward(x, weight.to(used.dtype), None if bias is None else bias.to(used.dtype), *options)
+        out = out[0] if type(out) is tuple else out
+        wanted = [tensor for tensor, needed in inputs if needed]
+        grads = iter(torch.autograd.grad(out, wanted, g, create_graph=create_graph))
+    return [next(grads) if needed else None for _, needed in inputs]
 
 
 class _DeferringLinear(_DeferringOp):
