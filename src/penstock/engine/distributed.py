@@ -231,13 +231,10 @@ class DistributedExecutor(Executor):
     def committing_statistics(self, *, training: bool) -> Iterator[None]:
         """Commit BatchNorm statistics unless the run fails; in a step, those of all replicas."""
         statistics = self.statistics if training else None
-        if statistics is not None:
-            statistics.begin()
+        combining = nullcontext() if statistics is None else statistics.combining()
         gather = self.replicas.control.gather if self.replicas is not None and training else None
-        with commit_statistics(self.norms, gather) if self.norms else nullcontext():
+        with combining, commit_statistics(self.norms, gather) if self.norms else nullcontext():
             yield
-        if statistics is not None:
-            statistics.commit()
 
     def _broadcast_loss(self) -> tuple[Tensor | None, float | None, int]:
         """Loss, gradient factor and samples, from the rank of the last stage to all ranks."""

@@ -172,7 +172,15 @@ class PackHook:
     known: dict[tuple[int, ...], tuple[weakref.ref[Tensor], weakref.ref[_HostBytes]]] = field(default_factory=dict)
 
     def __call__(self, tensor: Tensor) -> _SavedTensor:
-        if not self._may_offload(tensor):
+        if (
+            type(tensor) not in _TENSORS
+            or tensor.layout is not torch.strided
+            or tensor.device != self.offload.device
+            or tensor.nbytes < max(1, self.offload.smallest)
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or storage_id(tensor) in self.resident
+        ):
             return _SavedTensor(tensor)
         storage = tensor.untyped_storage()
         width = tensor.itemsize
@@ -195,17 +203,6 @@ class PackHook:
             self.known[key] = weakref.ref(base), weakref.ref(host_bytes)
             self.offloaded.append(weakref.ref(host_bytes))
         return _SavedTensor(tensor, host_bytes, (start - begin) // width)
-
-    def _may_offload(self, tensor: Tensor) -> bool:
-        return (
-            type(tensor) in _TENSORS
-            and tensor.layout is torch.strided
-            and tensor.device == self.offload.device
-            and tensor.nbytes >= max(1, self.offload.smallest)
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-            and storage_id(tensor) not in self.resident
-        )
 
 
 class _SavedTensor:

@@ -131,12 +131,11 @@ class DeferredStatistics:
 
 
 @contextmanager
-def commit_statistics(norms: Iterable[DeferredStatistics], gather: Gather | None = None) -> Iterator[None]:
+def commit_statistics(norms: Sequence[DeferredStatistics], gather: Gather | None = None) -> Iterator[None]:
     """Around a step or a call: commit the stages' statistics in the order of the stages; if it fails, drop them.
 
     A layer that is used in two stages is thus updated in the order in which the plain model calls it.
     """
-    norms = list(norms)
     for norm in norms:
         norm.begin()
     try:
@@ -300,24 +299,21 @@ class RunningStatistics:
         layers = {id(part): part for module in modules for part in module.modules() if isinstance(part, BatchNorm)}
         self.layers = [layer for layer in layers.values() if layer.num_batches_tracked is not None]
         self.gather = gather
-        self._before: list[tuple[BatchNorm, tuple[int, Tensor, Tensor]]] = []
 
-    def begin(self) -> None:
-        self._before = [(layer, _read_statistics(layer)) for layer in self.layers if layer.training]
-
-    @torch.no_grad()
-    def commit(self) -> None:
-        before, self._before = self._before, []
-        if not before:
-            return
-        gathered = self.gather([_read_statistics(layer) for layer, _ in before])
-        for (layer, old), *new in zip(before, *gathered, strict=True):
-            updates, *values = zip(old, *new, strict=True)
-            for name, (before_step, *after) in zip(STATISTICS, values, strict=False):
-                running: Any = getattr(layer, name)
-                running.copy_(_combine(layer.momentum, updates, before_step, after))
-            tracked: Any = layer.num_batches_tracked
-            tracked.fill_(sum(updates) - len(new) * updates[0])
+    @contextmanager
+    def combining(self) -> Iterator[None]:
+        """Around a step: afterwards the statistics have the updates of all replicas."""
+        before = [(layer, _read_statistics(layer)) for layer in self.layers if layer.training]
+        yield
+        with torch.no_grad():
+            gathered = self.gather([_read_statistics(layer) for layer, _ in before]) if before else []
+            for (layer, old), *new in zip(before, *gathered, strict=True):
+                updates, *values = zip(old, *new, strict=True)
+                for name, (before_step, *after) in zip(STATISTICS, values, strict=False):
+                    running: Any = getattr(layer, name)
+                    running.copy_(_combine(layer.momentum, updates, before_step, after))
+                tracked: Any = layer.num_batches_tracked
+                tracked.fill_(sum(updates) - len(new) * updates[0])
 
 
 def _read_statistics(layer: Any) -> tuple[int, Tensor, Tensor]:

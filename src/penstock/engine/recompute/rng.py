@@ -25,6 +25,7 @@ from torch.jit import ScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from penstock._torch import TorchDispatchMode
+from penstock.engine.forward_context import forward_state
 
 _generators_lock = threading.RLock()
 
@@ -33,13 +34,6 @@ RngStates = list[list[Tensor]]
 
 _LEARNING: list[Tensor] = []
 _LEARNED: list[Tensor] = []
-
-
-class _Current(threading.local):
-    session: _RngSession | None = None
-
-
-_current = _Current()
 
 
 class StageRng:
@@ -81,7 +75,7 @@ class StageRng:
             return
         session = _RngSession(self, self.first + microbatch, states, recomputing, learning)
         session.enter_module(self.module, not learning and id(self.module) in self.drawing)
-        outer, _current.session = _current.session, session
+        outer, forward_state.rng_session = forward_state.rng_session, session
         try:
             if learning:
                 with self._hooked_modules(), _RandomOpDetector(session):
@@ -91,7 +85,7 @@ class StageRng:
                 yield
         finally:
             session.exit_module()
-            _current.session = outer
+            forward_state.rng_session = outer
 
     @contextmanager
     def _hooked_modules(self) -> Iterator[None]:
@@ -109,12 +103,12 @@ class StageRng:
             self._remove_hooks(self._handles.keys() - self.drawing)
 
     def _pre_hook(self, module: nn.Module, _: Any) -> None:
-        session = _current.session
+        session = forward_state.rng_session
         if session is not None and session.rng is self:
             session.enter_module(module, not session.learning)
 
     def _hook(self, *_: Any) -> None:
-        session = _current.session
+        session = forward_state.rng_session
         if session is not None and session.rng is self:
             session.exit_module()
 

@@ -101,7 +101,13 @@ class GradReducer:
                 for parameter in self.stages[stage]:
                     if id(parameter) in sharded.parameters and id(parameter) not in got_grad:
                         parameter.grad = None
-            self._sum_sparse(got_grad)
+            # Sparse gradients of embeddings stay sparse: their few rows are gathered as they are.
+            for parameter in (p for stage in sorted(self.stages) for p in self.stages[stage]):
+                if self.replicas is not None and id(parameter) in self.sparse and id(parameter) in got_grad:
+                    grad = None if parameter.grad is None else parameter.grad.detach().cpu()
+                    grads = [g for g in self.replicas.control.gather(grad) if g is not None]
+                    total = sum(grads[1:], grads[0])
+                    set_grad(parameter, total.to(parameter.device).coalesce() if total.is_sparse else total)
         self.begin()
 
     @torch.no_grad()
@@ -173,17 +179,6 @@ class GradReducer:
                 set_local_grad(parameter, part.clone())
             else:
                 to_local(parameter.grad).copy_(part)
-
-    def _sum_sparse(self, got_grad: set[int]) -> None:
-        """Sum sparse gradients of embeddings, which stay sparse: their few rows are gathered as they are."""
-        if self.replicas is None:
-            return
-        for parameter in (p for stage in sorted(self.stages) for p in self.stages[stage]):
-            if id(parameter) in self.sparse and id(parameter) in got_grad:
-                grad = None if parameter.grad is None else parameter.grad.detach().cpu()
-                grads = [g for g in self.replicas.control.gather(grad) if g is not None]
-                total = sum(grads[1:], grads[0])
-                set_grad(parameter, total.to(parameter.device).coalesce() if total.is_sparse else total)
 
 
 def _local_grad(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
