@@ -102,7 +102,7 @@ class DistributedExecutor(Executor):
             if not parallel:  # these were made equal before
                 self.replicas.broadcast(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
             if not self.norms:
-                self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
+                self.statistics = RunningStatistics(modules.values(), self.replicas.control.gather)
             if self.loss is not None:
                 self.loss.replicas = self.replicas
         self.status.phase = NEXT_BATCH
@@ -218,13 +218,10 @@ class DistributedExecutor(Executor):
     def committing_statistics(self, *, training: bool) -> Iterator[None]:
         """Commit BatchNorm statistics unless the run fails; in a step, those of all replicas."""
         statistics = self.statistics if training else None
-        if statistics is not None:
-            statistics.begin()
-        gather = self.replicas.gather if self.replicas is not None and training else None
-        with commit_statistics(self.norms, gather) if self.norms else nullcontext():
+        combining = nullcontext() if statistics is None else statistics.combining()
+        gather = self.replicas.control.gather if self.replicas is not None and training else None
+        with combining, commit_statistics(self.norms, gather) if self.norms else nullcontext():
             yield
-        if statistics is not None:
-            statistics.commit()
 
     def _broadcast_loss(self) -> tuple[Tensor | None, float | None, int]:
         """Loss, gradient factor and samples, from the rank of the last stage to all ranks."""

@@ -65,7 +65,7 @@ class ScheduleProvider:
             ):
                 if number != wanted:
                     raise ScheduleError(
-                        f"schedule {schedule.name!r} is for {number} {what}, but there are {wanted}: "
+                        f"schedule {schedule.name!r} is for {number} {what}, but the pipeline has {wanted}: "
                         f"use {number}, or a schedule for {wanted}"
                     )
             self.name, self.ranks, trains = schedule.name, schedule.num_ranks, schedule.trains
