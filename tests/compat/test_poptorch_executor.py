@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +265,22 @@ def test_a_trace_of_the_first_call(tmp_path: Path) -> None:
 def test_hardware() -> None:
     assert poptorch.ipuHardwareIsAvailable()
     assert not poptorch.isRunningOnIpu()
-    poptorch.setLogLevel("DEBUG")
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"), [("DEBUG", logging.DEBUG), (3, logging.WARNING), ("OFF", 60), ("TRACE", 1)]
+)
+def test_log_levels(level: str | int, expected: int) -> None:
+    logger = logging.getLogger("penstock")
+    before = logger.level
+    try:
+        poptorch.setLogLevel(level)
+        assert logger.level == expected
+        with pytest.raises(AssertionError, match="Invalid log level: 'LOUD'"):
+            poptorch.setLogLevel("LOUD")
+        assert logger.level == expected
+    finally:
+        logger.setLevel(before)
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────

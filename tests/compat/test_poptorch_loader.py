@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler, TensorDataset, get_worker_info
 
 import penstock.compat.poptorch as poptorch
 
@@ -140,6 +140,21 @@ def test_streams(mode: Any) -> None:
     loader = poptorch.DataLoader(options(), Stream(), batch_size=2, mode=mode)
     assert len(loader) == 2
     assert [batch.tolist() for batch in loader] == [list(range(12)), list(range(12, 24))]
+
+
+class SharedStream(Stream):
+    """Each worker has its own part of the stream."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker: Any = get_worker_info()
+        yield from torch.arange(30)[worker.id :: worker.num_workers]
+
+
+def test_rebatched_streams_lose_no_samples_to_several_workers() -> None:
+    how: dict[str, Any] = {"mode": Mode.AsyncRebatched, "num_workers": 2, "rebatched_worker_size": 5}
+    loader = poptorch.DataLoader(options(), SharedStream(), batch_size=2, **how)
+    assert [batch.tolist() for batch in loader] == [list(range(12)), list(range(12, 24))]
+    loader.terminate()
 
 
 def test_batches_of_a_batch_sampler() -> None:

@@ -117,6 +117,8 @@ def test_settings_are_copied(name: str) -> None:
         (lambda p: poptorch.optim.Adam(p, accum_type=torch.int8), "accum_type must be torch.float32 or torch.float16"),
         (lambda p: poptorch.optim.RMSprop(p, 0.1, use_tf_variant=True), "use_tf_variant"),
         (lambda p: poptorch.optim.AdamW(p, bias_correction=False), "bias_correction=False. is not supported"),
+        (lambda p: poptorch.optim.LAMB(p, 0.1, (0.9, 0.999), 1e-8, 0.0, False), "other settings by name only"),
+        (lambda p: poptorch.optim.LAMB(p, maximize=True), "LAMB takes lr, betas, eps and weight_decay"),
         (
             lambda p: poptorch.optim.Adam(
                 [q.half().detach().requires_grad_() for q in p], second_order_momentum_accum_type=torch.float32

@@ -353,10 +353,10 @@ def nodes(node: Any, seen: set[Any]) -> list[str]:
 @pytest.mark.parametrize(("checkpoint", "count"), [("always", 2), ("except_last", 1), ("never", 0)])
 def test_checkpoint_nodes_in_the_autograd_graph(checkpoint: str, count: int) -> None:
     model = on_cpu(linears(), chunks=2, checkpoint=checkpoint)
-    found = nodes(model(torch.rand(2, 1)).grad_fn, set())
-    assert found.count("CheckpointBackward") == count
-    found = nodes(model.eval()(torch.rand(2, 1)).grad_fn, set())
-    assert "CheckpointBackward" not in found
+    output = model(torch.rand(2, 1))  # which keeps its graph alive, before torch 2.13
+    assert nodes(output.grad_fn, set()).count("CheckpointBackward") == count
+    output = model.eval()(torch.rand(2, 1))
+    assert "CheckpointBackward" not in nodes(output.grad_fn, set())
 
 
 def test_the_output_may_be_changed_in_place() -> None:

@@ -61,7 +61,7 @@ def test_half_precision_is_measured_as_it_is_trained(tmp_path: Path) -> None:
 def together(rank: int, folder: Path) -> None:
     """Three ranks, whose links are given: measuring them takes long on a machine with other work."""
     links = Links({(0, 1): Link(1e-4, 1e9), (1, 2): Link(2e-4, 2e9)})
-    with mock.patch("penstock.compat.varuna.profiler.measure_links", return_value=links):
+    with mock.patch("penstock.profile.measure_links", return_value=links):
         Profiler(Tower(cuts=1), get_batch, "cpu", out_folder=folder).profile_all([2], seconds=0.05)
 
 

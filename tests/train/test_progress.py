@@ -180,3 +180,8 @@ def test_rank_0_shows_the_average_bubble(two: Ranks, how: str) -> None:
         assert abs(float(found[5]) / 100 - one) < 0.001
     else:
         assert found[2] == "5"
+
+
+def test_every_must_be_positive() -> None:
+    with pytest.raises(ps.PlanError, match="every must be a number of steps, got 0"):
+        ps.progress([1], every=0)

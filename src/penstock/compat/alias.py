@@ -50,20 +50,15 @@ def main(arguments: Sequence[str]) -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         if program[0] == "-m":
             sys.argv, sys.path[0] = program[1:], os.getcwd()
-            runpy.run_module(_unload(program[1]), run_name="__main__", alter_sys=True)
+            name, module = program[1], sys.modules.get(program[1])
+            if module is not None and not hasattr(module, "__path__"):  # a module of ours becomes the main program
+                del sys.modules[name], sys.modules[module.__name__]
+                name = module.__name__
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
             sys.argv, sys.path[0] = program, str(Path(program[0]).resolve().parent)
             runpy.run_path(program[0], run_name="__main__")
     return 0
-
-
-def _unload(name: str) -> str:
-    """Forget a module of ours that ``-m`` is to run as the main program; return the name to run it by."""
-    module = sys.modules.get(name)
-    if module is None or hasattr(module, "__path__"):
-        return name
-    del sys.modules[name], sys.modules[module.__name__]
-    return module.__name__
 
 
 if __name__ == "__main__":

@@ -107,8 +107,8 @@ def _set_variables() -> None:
             "'torchrun --nproc-per-node=4 train.py', 'penstock run --stages 4 train.py' or 'srun', or leave out mesh= "
             "to use threads in this process"
         )
-    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    if int(rank) >= int(world):
+    rank, world, _ = (_number(os.environ, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank >= world:
         raise PlanError(f"RANK is {rank}, but WORLD_SIZE says that there are {world} processes, from 0 on")
 
 
@@ -272,7 +272,7 @@ def _number(environ: Mapping[str, str], *names: str, otherwise: int | None = Non
     if text is None and otherwise is not None:
         return otherwise
     if text is None or not text.isascii() or not text.isdigit():
-        raise PlanError(f"{names[0]} must be a whole number, got {text!r}: was the program started with srun?")
+        raise PlanError(f"{names[0]} must be a whole number, got {text!r}: was the program started by torchrun or srun?")
     return int(text)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock._torch import default_store
+from penstock.errors import PlanError
 from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.train.launch import is_rank0
 from penstock.train.pipeline import Pipeline, StepTotals
@@ -42,6 +43,8 @@ def progress(
     both cases. ``total`` is the number of steps if ``len(loader)`` does not give it. A summary line is printed at the
     end. All ranks run the same loop; only rank 0 prints. The bubble is the average over the ranks.
     """
+    if every is not None and every < 1:
+        raise PlanError(f"every must be a number of steps, got {every}")
     if total is None:
         with suppress(TypeError):
             total = len(loader)  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """fairscale's pipelines, version 0.4.13, on Penstock: ``fairscale.nn.Pipe`` and ``AsyncPipe``."""
 
+from functools import partial
 from typing import NoReturn
 
 from penstock.compat import publish, torchgpipe
@@ -10,14 +11,13 @@ __version__ = "0.4.13"
 
 
 def _no_attribute(name: str) -> NoReturn:
-    raise AttributeError(
-        f"penstock.compat.fairscale has fairscale's pipelines, Pipe and AsyncPipe, and nothing else of it: no nn.{name}"
-    )
+    raise AttributeError(f"the facade has fairscale's Pipe and AsyncPipe, and nothing else of it: no nn.{name}")
 
 
 _modules = (torchgpipe, balance, gpipe, pipe)
 _names = {name: entry for module in _modules for name, entry in vars(module).items()}
-_names |= {**pipe.MODEL_PARALLEL, "verify_module": pipe.verify_children, "__getattr__": _no_attribute}
+_names |= {**pipe.MODEL_PARALLEL, "__getattr__": _no_attribute}
+_names["verify_module"] = partial(gpipe.verify_module, duplicate_parameters=True)
 _parallel = " ".join(pipe.MODEL_PARALLEL)
 
 publish(
@@ -30,13 +30,8 @@ publish(
         "nn.pipe": "AsyncPipe LazyModule Pipe is_checkpointing is_recomputing",
         "nn.pipe.async_pipe": "AsyncPipe",
         "nn.pipe.balance": "balance_by_size balance_by_time balance_cost",
-        "nn.pipe.balance.blockpartition": "solve",
-        "nn.pipe.balance.profile": "layerwise_sandbox",
-        "nn.pipe.batchnorm": "DeferredBatchNorm",
         "nn.pipe.pipe": "Pipe verify_module",
-        "nn.pipe.skip": "Namespace pop skippable stash verify_skippables",
-        "nn.pipe.skip.namespace": "Namespace",
-        "nn.pipe.skip.skippable": "Skippable pop skippable stash verify_skippables",
         "nn.pipe.types": "InputDevice LazyModule TensorOrTensors Tensors",
+        **{f"nn.pipe.{path}": names for path, names in torchgpipe.MODULES.items()},
     },
 )

@@ -21,27 +21,18 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.compat import unwrap_local_errors
-from penstock.compat.torchgpipe.gpipe import (
-    DeferredBatchNorm,
-    GPipe,
-    TensorOrTensors,
-    Tensors,
-    check,
-    check_balance,
-    check_options,
-    verify_children,
-)
+from penstock.compat.torchgpipe import gpipe
 
-__all__ = ["AsyncPipe", "InputDevice", "LazyModule", "Pipe", "TensorOrTensors", "Tensors", "verify_children"]
+__all__ = ["AsyncPipe", "InputDevice", "LazyModule", "Pipe"]
 
 InputDevice: TypeAlias = int | str | torch.device | None
 
 
-class Pipe(GPipe):
+class Pipe(gpipe.GPipe):
     """``torchgpipe.GPipe``, except that parameters may be shared by partitions on one device."""
 
     _name = "Pipe"
-    _balance_module = "fairscale.nn.pipe.balance"
+    _balance_hint = "\n\nMeasure it, see fairscale.nn.pipe.balance and its balance_by_time"
     _allows_duplicate_parameters = True
 
 
@@ -54,9 +45,6 @@ class LazyModule(NamedTuple):
         return self.function()
 
 
-Layer = nn.Module | Callable[[], nn.Module]
-
-
 class AsyncPipe(nn.Module):
     """Trains a Sequential, or a list of layers and ``LazyModule``s, with one partition per rank of ``group``.
 
@@ -65,27 +53,24 @@ class AsyncPipe(nn.Module):
     backward inside the call. Layers are not moved: move them before the first call.
     """
 
-    chunks: int = 1
-    checkpoint: str = "except_last"
-
     def __init__(
         self,
-        module: nn.Sequential | list[Layer],
+        module: nn.Sequential | list[nn.Module | Callable[[], nn.Module]],
         balance: Iterable[int],
         *,
         group: dist.ProcessGroup | None = None,
         worker_map: Mapping[int, str] | None = None,
         input_device: InputDevice = None,
-        chunks: int = chunks,
-        checkpoint: str = checkpoint,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        check_options(chunks, checkpoint)
+        gpipe.check_options(chunks, checkpoint)
         self.balance = list(balance)
         if len(set(map(id, module))) != len(module):
             raise ValueError("module with duplicate children is not supported")
-        check_balance(len(module), self.balance)
+        gpipe.check_balance(len(module), self.balance)
         self.chunks, self.checkpoint = chunks, checkpoint
         self.lock = threading.Lock()
         self.worker_map, self.input_device = worker_map, input_device
@@ -103,7 +88,9 @@ class AsyncPipe(nn.Module):
             warnings.warn("More ranks than partitions, some ranks unused", stacklevel=2)
             return
         self._deferred = deferred_batch_norm
-        whole = _partition(module, self.balance, chunks if deferred_batch_norm else None)
+        named = module.named_children() if isinstance(module, nn.Sequential) else enumerate(module)
+        layers = ((str(name), _layer(layer, chunks if deferred_batch_norm else None)) for name, layer in named)
+        whole = nn.Sequential(*(nn.Sequential(OrderedDict(islice(layers, count))) for count in self.balance))
         self._whole = [whole]  # in a list, so that other ranks' layers are not submodules
         mine = whole[rank]
         while lazy := [part for part in mine.modules() if isinstance(part, ps.Lazy)]:
@@ -114,45 +101,40 @@ class AsyncPipe(nn.Module):
         self.add_module("0", mine)
         self.partition = mine  # fairscale's checkpoints have this second name as well
 
-    def forward(self, input: TensorOrTensors) -> TensorOrTensors | list[TensorOrTensors]:
+    def forward(self, input: gpipe.TensorOrTensors) -> gpipe.TensorOrTensors | list[gpipe.TensorOrTensors]:
         """The output for a mini-batch on the last rank; on others a list for ``back_helper``."""
-        check(input)
+        gpipe.check(input)
         if self.partition is None:
             return input
-        with self.lock, unwrap_local_errors():
-            pipeline = self._pipeline()
-            with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
-                output: TensorOrTensors = pipeline.forward(input)
-        if not self.final_stage:
-            return [input]
-        check(output)
-        return output
-
-    def back_helper(self, output: list[TensorOrTensors]) -> None:
-        """Does nothing on ranks other than the last: their backward ran inside the call."""
-        if self.final_stage:
-            raise ValueError("back_helper should only be called on non-final stages")
-
-    def _pipeline(self) -> ps.Pipeline:
-        assert self.partition is not None
         tensors: Iterator[Tensor] = chain(self.partition.parameters(), self.partition.buffers())
         device = next((tensor.device for tensor in tensors), torch.device(self.input_device or "cpu"))
         config = (device, self.chunks, self.checkpoint)
-        if self.pipeline is None or self._pipeline_config != config:
-            if self.pipeline is not None:
-                self.pipeline.close()
-            self._pipeline_config = config
-            (whole,) = self._whole
-            ranks = dist.get_process_group_ranks(self.group)[: len(self.balance)]
-            self.pipeline = ps.Pipeline(
-                ps.split(whole, balance=[1] * len(whole)),
-                microbatches=self.chunks,
-                mesh=ps.Mesh(data=1, pipe=len(ranks), tensor=1, group=ranks, device=device),
-                recompute=self.checkpoint,
-                batchnorm="deferred" if self._deferred else "microbatch",
-                dynamic=True,  # ranks know nothing of each other's layers
-            )
-        return self.pipeline
+        with self.lock, unwrap_local_errors():
+            if self.pipeline is None or self._pipeline_config != config:
+                if self.pipeline is not None:
+                    self.pipeline.close()
+                self._pipeline_config = config
+                (whole,) = self._whole
+                ranks = dist.get_process_group_ranks(self.group)[: len(self.balance)]
+                self.pipeline = ps.Pipeline(
+                    ps.split(whole, balance=[1] * len(whole)),
+                    microbatches=self.chunks,
+                    mesh=ps.Mesh(data=1, pipe=len(ranks), tensor=1, group=ranks, device=device),
+                    recompute=self.checkpoint,
+                    batchnorm="deferred" if self._deferred else "microbatch",
+                    dynamic=True,  # ranks know nothing of each other's layers
+                )
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
+                output: gpipe.TensorOrTensors = self.pipeline.forward(input)
+        if not self.final_stage:
+            return [input]
+        gpipe.check(output)
+        return output
+
+    def back_helper(self, output: list[gpipe.TensorOrTensors]) -> None:
+        """Does nothing on ranks other than the last: their backward ran inside the call."""
+        if self.final_stage:
+            raise ValueError("back_helper should only be called on non-final stages")
 
     def __len__(self) -> int:
         """The number of layers of this rank."""
@@ -165,16 +147,10 @@ class AsyncPipe(nn.Module):
         return list(self)[index]
 
 
-def _partition(module: nn.Sequential | list[Layer], balance: list[int], deferred: int | None) -> nn.Sequential:
-    """All partitions, with lazy layers not yet built; ``deferred``: convert BatchNorm layers for so many chunks."""
-    named = module.named_children() if isinstance(module, nn.Sequential) else enumerate(module)
-    layers = ((str(name), _layer(layer, deferred)) for name, layer in named)
-    return nn.Sequential(*(nn.Sequential(OrderedDict(islice(layers, count))) for count in balance))
-
-
 def _layer(layer: Any, deferred: int | None) -> nn.Module:
+    """Wrap a lazy layer; with ``deferred``, convert BatchNorm layers for that number of chunks."""
     if isinstance(layer, nn.Module):
-        return layer if deferred is None else DeferredBatchNorm.convert_deferred_batch_norm(layer, deferred)
+        return layer if deferred is None else gpipe.DeferredBatchNorm.convert_deferred_batch_norm(layer, deferred)
     if callable(layer):
         return ps.Lazy(layer if deferred is None else lambda: _layer(layer(), deferred))
     raise TypeError(f"layer must be nn.Module or callable, is {type(layer)}")

@@ -5,11 +5,13 @@ IPU n is device n, modulo the number of CUDA devices, or the CPU. Models are cal
 says, on the host. docs/migrating.md lists the differences.
 """
 
-from penstock.compat import publish
+import logging
+
+from penstock.compat.poptorch import enums as enums
 from penstock.compat.poptorch import optim as optim
 from penstock.compat.poptorch import options as options
-from penstock.compat.poptorch.base import *  # noqa: F403
 from penstock.compat.poptorch.blocks import *  # noqa: F403
+from penstock.compat.poptorch.enums import *  # noqa: F403
 from penstock.compat.poptorch.executor import *  # noqa: F403
 from penstock.compat.poptorch.loader import *  # noqa: F403
 from penstock.compat.poptorch.options import *  # noqa: F403
@@ -26,14 +28,8 @@ def isRunningOnIpu() -> bool:
 
 
 def setLogLevel(level: str | int) -> None:
-    """No effect: there is no compiler that logs."""
-
-
-publish(
-    __name__,
-    globals(),
-    {
-        "enums": "AutoStage ConnectionType DataLoaderMode HalfFloatCastingBehavior Liveness "
-        "MeanReductionStrategy OutputMode ReductionType SharingStrategy SyncPattern"
-    },
-)
+    """Set the level of the logger ``penstock``, by PopTorch's name or number."""
+    levels = {"TRACE": 0, "DEBUG": 1, "INFO": 2, "WARN": 3, "ERR": 4, "OFF": 6}
+    number = levels.get(level) if isinstance(level, str) else level
+    enums.require(number in levels.values(), f"Invalid log level: {level!r}. Accepted values are {levels}")
+    logging.getLogger("penstock").setLevel(max(1, 10 * int(number or 0)))

@@ -14,7 +14,7 @@ from torch import nn
 
 import penstock as ps
 from penstock import hooks
-from penstock.compat.poptorch.base import AutoStage, Error, require
+from penstock.compat.poptorch.enums import AutoStage, Error, require
 
 __all__ = [
     *("BeginBlock", "Block", "BlockFunction", "ParallelPhasedExecution", "Phase", "PhasedExecution"),
@@ -146,10 +146,8 @@ class PhasedExecution:
     """Not supported."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise Error(
-            "poptorch.PhasedExecution: phased execution is not supported. PipelinedExecution and ShardedExecution run "
-            "the same stages to the same result, with all of them in the devices' memory"
-        )
+        remedy = "PipelinedExecution and ShardedExecution run the same stages to the same result"
+        raise Error(f"poptorch.PhasedExecution: phased execution is not supported. {remedy}")
 
 
 SerialPhasedExecution = ParallelPhasedExecution = Phase = PhasedExecution
@@ -186,11 +184,9 @@ def plan_stages(model: nn.Module, strategy: Strategy, call: Call) -> tuple[ps.Pl
         stages = [([block for block in stage.blocks if block in layers], stage._ipu) for stage in strategy.stages]
     elif strategy.auto == AutoStage.SameAsIpu:
         without = [block for block in layers if block not in ipus]
-        require(
-            not without,
-            f"poptorch.AutoStage.SameAsIpu was selected but no IPU was specified for block(s) {', '.join(without)}: "
-            "give them an ipu_id, or name the stages: poptorch.PipelinedExecution(poptorch.Stage(…).ipu(0), …)",
-        )
+        remedy = "give them an ipu_id, or name the stages: PipelinedExecution(Stage(…).ipu(0), …)"
+        missing = f"no IPU was specified for block(s) {', '.join(without)}: {remedy}"
+        require(not without, f"poptorch.AutoStage.SameAsIpu was selected but {missing}")
         stages = [(list(names), ipu) for ipu, names in groupby(layers, key=ipus.__getitem__)]
     else:
         stages = [([block], None) for block in layers]

@@ -26,8 +26,8 @@ import penstock as ps
 from penstock import hooks
 from penstock._torch import profile_all_threads
 from penstock.compat.poptorch import optim
-from penstock.compat.poptorch.base import Error, OutputMode, ReductionType, require
 from penstock.compat.poptorch.blocks import device_of_ipu, plan_stages
+from penstock.compat.poptorch.enums import Error, OutputMode, ReductionType, require
 from penstock.compat.poptorch.options import Options
 
 __all__ = ["PoplarExecutor", "identity_loss", "inferenceModel", "load", "recomputationCheckpoint", "trainingModel"]
@@ -69,29 +69,18 @@ def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) ->
 class PoplarExecutor:
     """A model that runs on a pipeline. Other attributes are the model's."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Options | None,
-        training: bool,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, options: Options | None, training: bool, optimizer: Any = None) -> None:
         if isinstance(model, PoplarExecutor):
-            raise Error(
-                f"model has already been wrapped in 'poptorch.{model._kind}'. Call model.destroy() on the model to "
-                "unwrap before wrapping again."
-            )
+            kind = "trainingModel" if model._training else "inferenceModel"
+            unwrap = "Call model.destroy() on the model to unwrap before wrapping again."
+            raise Error(f"model has already been wrapped in 'poptorch.{kind}'. {unwrap}")
         if not isinstance(options, Options | None):
             raise Error("Invalid type: 'options' must be of type poptorch.Options")
         self.options = options or Options()
         self.options._freeze()
-        self._training = training
-        self._kind: str = "trainingModel" if training else "inferenceModel"
+        self._training: bool = training
         if not training and self.options.Training.gradient_accumulation != 1:
-            raise Error(
-                "Gradient accumulation must be left to its default value (1) for inference: "
-                "options.clone().Training.gradientAccumulation(1)"
-            )
+            raise Error("Gradient accumulation must be left to its default value (1) for inference: clone the options")
         mode = self.options.output_mode
         if mode == OutputMode.Default:
             mode = OutputMode.Final if training else OutputMode.All
@@ -99,10 +88,7 @@ class PoplarExecutor:
         self._sums = mode == OutputMode.Sum
         self._period = {OutputMode.Final: turns, OutputMode.EveryN: self.options.output_return_period}.get(mode, 1)
         if self._period > turns:
-            raise Error(
-                f"OutputMode.EveryN returns the output of every {self._period}th micro-batch, but a call has "
-                f"{turns}: choose an output_return_period of at most that"
-            )
+            raise Error(f"EveryN is every {self._period}th micro-batch, but a call has {turns}: shorten the period")
         self._outputs: list[Any] = []  # of the micro-batches of this call; None where it is not returned
         self.model = model
         self._modes: dict[str, bool] = {path: module.training for path, module in model.named_modules()}
@@ -131,48 +117,6 @@ class PoplarExecutor:
                 Path(directory).mkdir(parents=True, exist_ok=True)
                 name = "training" if self._training else "inference"
                 profile.export_chrome_trace(str(Path(directory) / f"{name}.json"))
-        return self._join_outputs()
-
-    def _run(self, pipe: ps.Pipeline, inputs: Any) -> None:
-        if not self._training:
-            self._seconds = [pipe.evaluate(inputs, outputs=self._collect).seconds]
-            return
-        iterations: int = self.options.device_iterations
-        leaves, spec = hooks.tree_flatten(inputs)
-        self._seconds = []
-        pipe.zero_grad()
-        for k in range(iterations):
-            part = [leaf.chunk(iterations)[k] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
-            if self._scaler is None:
-                pipe.loss_scale = float(getattr(self._optimizer, "loss_scaling", 1.0))
-            self._seconds.append(pipe.step(hooks.tree_unflatten(part, spec)).seconds)
-            self._update(pipe)
-
-    def _update(self, pipe: ps.Pipeline) -> None:
-        """Update the parameters after a step, and clear the gradients."""
-        optimizer, scaler = self._optimizer, self._scaler
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        elif pipe.loss_scale != 1.0:
-            for parameter in pipe.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(pipe.loss_scale)
-        if getattr(optimizer, "max_grad_norm", None) is not None:
-            pipe.clip_grad_norm_(optimizer.max_grad_norm)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        pipe.align_ties()
-        pipe.zero_grad()
-
-    def _collect(self, so_far: None, output: Any) -> None:
-        turn = len(self._outputs) // self.options.replication_factor
-        self._outputs.append(None if (turn + 1) % self._period else hooks.tree_flatten(output))
-
-    def _join_outputs(self) -> Any:
-        """The outputs that the call returns, on the host."""
         kept = [output for output in self._outputs if output is not None]
         self._outputs.clear()
         (rows, specs), replicas = zip(*kept, strict=True), self.options.replication_factor
@@ -191,6 +135,39 @@ class PoplarExecutor:
                 leaf.backward = _refuse_backward
             leaves.append(leaf)
         return hooks.tree_unflatten(leaves, specs[0])
+
+    def _run(self, pipe: ps.Pipeline, inputs: Any) -> None:
+        if not self._training:
+            self._seconds = [pipe.evaluate(inputs, outputs=self._collect).seconds]
+            return
+        iterations: int = self.options.device_iterations
+        leaves, spec = hooks.tree_flatten(inputs)
+        self._seconds = []
+        pipe.zero_grad()
+        for k in range(iterations):
+            part = [leaf.chunk(iterations)[k] if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in leaves]
+            if self._scaler is None:
+                pipe.loss_scale = float(getattr(self._optimizer, "loss_scaling", 1.0))
+            self._seconds.append(pipe.step(hooks.tree_unflatten(part, spec)).seconds)
+            if self._scaler is not None:
+                self._scaler.unscale_(self._optimizer)
+            elif pipe.loss_scale != 1.0:
+                for parameter in pipe.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(pipe.loss_scale)
+            if getattr(self._optimizer, "max_grad_norm", None) is not None:
+                pipe.clip_grad_norm_(self._optimizer.max_grad_norm)
+            if self._scaler is None:
+                self._optimizer.step()
+            else:
+                self._scaler.step(self._optimizer)
+                self._scaler.update()
+            pipe.align_ties()
+            pipe.zero_grad()
+
+    def _collect(self, so_far: None, output: Any) -> None:
+        turn = len(self._outputs) // self.options.replication_factor
+        self._outputs.append(None if (turn + 1) % self._period else hooks.tree_flatten(output))
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Build the pipeline for calls like this one, without running it."""
@@ -227,10 +204,9 @@ class PoplarExecutor:
                 f"Here {turns} works, but stages are idle",
                 stacklevel=4,
             )
-        off_chip = {f"{kind}s": options._off_chip(kind) for kind in ("activation", "weight")}
-        off_chip["optimizer"] = options._off_chip("optimizer")
-        if not self._training:
-            off_chip |= {"activations": False, "optimizer": False}
+        off_chip = {"weights": options._off_chip("weight")}
+        if self._training:
+            off_chip |= {"activations": options._off_chip("activation"), "optimizer": options._off_chip("optimizer")}
         wide = getattr(self._optimizer, "accum_type", None) is torch.float32
         half = any(parameter.dtype.itemsize < 4 for parameter in self.model.parameters())
         mean = options.Training.accumulation_and_replication_reduction_type == ReductionType.Mean
@@ -394,9 +370,7 @@ _REDUCTIONS: dict[str | int, str | int] = {0: "sum", 1: "mean", 2: "none"}
 def identity_loss(x: Tensor, reduction: str | int) -> Tensor:
     """``x`` reduced by ``"sum"``, ``"mean"`` or ``"none"``, marked as the loss to train by."""
     if has_torch_function_unary(x):  # a trace records the call, so that the mark is set when the model runs
-        function: Any = identity_loss
-        traced: Tensor = handle_torch_function(function, (x,), x, reduction)
-        return traced
+        return handle_torch_function(identity_loss, (x,), x, reduction)
     name = _REDUCTIONS.get(reduction, reduction)
     require(name in _REDUCTIONS.values(), f"Unsupported reduction type! 'sum', 'mean' or 'none', not {reduction!r}")
     loss = x.sum() if name == "sum" else x.mean() if name == "mean" else x.view_as(x)
@@ -411,14 +385,12 @@ def find_loss(output: Any) -> Tensor:
     found = marked or [leaf for leaf in tensors if leaf.requires_grad and leaf.dim() == 0]
     if not found:
         raise Error(
-            "Couldn't find a loss in graph: a training model's forward must return its loss, one number that depends "
-            "on the parameters. Return it beside the outputs, or mark it with poptorch.identity_loss"
+            "Couldn't find a loss in graph: return one number that depends on the parameters from the forward, beside "
+            "its outputs, or mark the loss with poptorch.identity_loss"
         )
     if len({id(leaf) for leaf in found}) > 1:
-        raise Error(
-            f"Multiple independent losses found in graph: {len(found)} of the outputs could be the loss. Mark the one "
-            "to train by with poptorch.identity_loss(loss, reduction='none')"
-        )
+        mark = "mark the one to train by with poptorch.identity_loss(loss, reduction='none')"
+        raise Error(f"Multiple independent losses found in graph: {len(found)} outputs could be the loss, {mark}")
     return found[0] if found[0].numel() == 1 else found[0].sum()
 
 
@@ -429,8 +401,5 @@ def recomputationCheckpoint(*tensors: Tensor) -> Any:
 
 
 def _refuse_backward(*args: Any, **kwargs: Any) -> None:
-    raise Error(
-        "backward() cannot be called explicitly on outputs of a PopTorch model. If you're using a trainingModel, the "
-        "backwards pass is performed automatically when invoking the model. If you're using an inferenceModel, you "
-        "should use a trainingModel instead."
-    )
+    remedy = "a trainingModel has run the backward when its call returns"
+    raise Error(f"backward() cannot be called explicitly on outputs of a PopTorch model: {remedy}")

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils import data
 
 from penstock import hooks
-from penstock.compat.poptorch.base import DataLoaderMode, Error, positive, require
+from penstock.compat.poptorch.enums import DataLoaderMode, Error, positive, require
 from penstock.compat.poptorch.options import Options
 
 __all__ = ["AsynchronousDataAccessor", "DataLoader"]
@@ -20,9 +20,10 @@ __all__ = ["AsynchronousDataAccessor", "DataLoader"]
 class DataLoader(data.DataLoader[Any]):
     """A loader whose batches have ``combinedBatchSize`` samples: those of one call of a model with these options.
 
-    ``mode``: load when asked (``Sync``), or ahead in a thread. At most one worker per CPU is used. ``async_options``
-    are those of ``AsynchronousDataAccessor``; ``rebatched_worker_size`` and ``auto_distributed_partitioning`` have no
-    effect; other arguments are torch's. The options are frozen.
+    ``mode``: load when asked (``Sync``), or ahead in a thread. At most one worker per CPU is used; with
+    ``AsyncRebatched`` an ``IterableDataset`` has one, so that no other worker drops samples at its end.
+    ``async_options`` are those of ``AsynchronousDataAccessor``; ``rebatched_worker_size`` and
+    ``auto_distributed_partitioning`` have no effect; other arguments are torch's. The options are frozen.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class DataLoader(data.DataLoader[Any]):
         self.options = options
         ahead = DataLoaderMode(mode) != DataLoaderMode.Sync
         require(ahead or not async_options, "async_options are for the modes Async and AsyncRebatched")
-        settings: dict[str, Any] = {"num_workers": min(num_workers, len(os.sched_getaffinity(0))), **kwargs}
+        single = mode == DataLoaderMode.AsyncRebatched and isinstance(dataset, data.IterableDataset)
+        most = 1 if single else len(os.sched_getaffinity(0))
+        settings: dict[str, Any] = {"num_workers": min(num_workers, most), **kwargs}
         if settings["num_workers"]:
             settings["persistent_workers"] = ahead if persistent_workers is None else persistent_workers
             if ahead:  # the thread holds batches as well

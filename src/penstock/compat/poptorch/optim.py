@@ -1,8 +1,8 @@
 """Optimizers under PopTorch's names: torch's own, with the settings that PopTorch adds, by name.
 
 ``loss_scaling`` multiplies the loss, and divides the gradients before the update. ``max_grad_norm`` clips the
-gradients of the whole model. ``accum_type=torch.float32`` accumulates half-precision gradients in single precision.
-``velocity_scaling`` and ``use_combined_accum`` are accepted and have no effect.
+gradients of the whole model. ``accum_type=torch.float32`` accumulates half-precision gradients in single precision;
+``torch.float16``, ``velocity_scaling`` and ``use_combined_accum`` are accepted and have no effect.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.compat.poptorch.base import Error, require
+from penstock.compat.poptorch.enums import Error, require
 
 __all__ = ["LAMB", "SGD", "Adam", "AdamW", "Optimizer", "RMSprop", "VariableAttributes"]
 
@@ -22,10 +22,6 @@ class Optimizer:
     """The base of PopTorch's optimizers: ``_added`` are the settings of PopTorch. Those that are None are not set."""
 
     _added = ""
-    loss_scaling: float
-    max_grad_norm: float | None
-    accum_type: torch.dtype | None
-    variable_attrs: VariableAttributes
     _extras: list[str]
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -43,6 +39,8 @@ class Optimizer:
                 require(valid, f"{name} must be torch.float32 or torch.float16, got {value!r}")
                 if name != "accum_type" and value is torch.float32 and half:
                     raise Error(f"{name}=torch.float32 is not supported for half-precision parameters: use float32")
+        if isinstance(self, LAMB) and (len(args) > 4 or own.keys() & {"amsgrad", "maximize"}):
+            raise Error("LAMB takes lr, betas, eps and weight_decay by position or name, other settings by name only")
         if extras.get("use_tf_variant"):
             raise Error("RMSprop(use_tf_variant=True) is not supported: torch adds eps outside the square root")
         if extras.get("bias_correction") is False and not isinstance(self, LAMB):
@@ -55,20 +53,10 @@ class Optimizer:
         return {**state, **{name: getattr(self, name) for name in (*self._extras, "_extras", "variable_attrs")}}
 
 
-class VariableAttributes:
+class VariableAttributes(set[str]):
     """``optimizer.variable_attrs``: the marks are kept. All settings may be changed by ``setOptimizer``."""
 
-    def __init__(self) -> None:
-        self._constant: set[str] = set()
-
-    def isConstant(self, attr: str) -> bool:
-        return attr in self._constant
-
-    def markAsConstant(self, attr: str) -> None:
-        self._constant.add(attr)
-
-    def markAsVariable(self, attr: str) -> None:
-        self._constant.discard(attr)
+    isConstant, markAsConstant, markAsVariable = set.__contains__, set.add, set.discard
 
 
 class SGD(Optimizer, torch.optim.SGD):

@@ -14,24 +14,21 @@ from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from penstock.compat.poptorch.base import Error, FrozenOptions, OutputMode, ReductionType, positive, require
 from penstock.compat.poptorch.blocks import PipelinedExecution, Strategy
+from penstock.compat.poptorch.enums import Error, FrozenOptions, OutputMode, ReductionType, positive, require
 
 __all__ = ["Options", "TensorLocationSettings"]
 
 _warned: set[str] = set()
 
 
-class TensorLocationSettings:
+class TensorLocationSettings(dict[str, int]):
     """Where tensors are stored: ``TensorLocationSettings().useOnChipStorage(False)`` means in host memory.
 
     PopTorch's other settings (``minElementsForOffChip``, ``useReplicatedTensorSharding``, …) have no effect.
     """
-
-    def __init__(self) -> None:
-        self._content: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Callable[..., TensorLocationSettings]:
         if not name.startswith(("use", "minElements")):
@@ -39,106 +36,76 @@ class TensorLocationSettings:
         return partial(self._set, "onChip" if name == "useOnChipStorage" else name)
 
     def _set(self, name: str, value: int = True) -> TensorLocationSettings:
-        self._content[name] = int(value)
+        self[name] = int(value)
         return self
-
-    def __repr__(self) -> str:
-        return repr(self._content)
 
 
 def _location(name: str, location: Any) -> TensorLocationSettings:
     valid = isinstance(location, TensorLocationSettings)
     require(valid, f"a location is a poptorch.TensorLocationSettings, got {type(location).__name__}")
-    if name == "setAccumulatorLocation" and location._content.get("onChip") == 0:
+    if name.endswith("setAccumulatorLocation") and location.get("onChip") == 0:
         raise Error("gradients cannot be stored in host memory: leave out setAccumulatorLocation")
     return location  # type: ignore[no-any-return]
 
 
-def _reduction_type(name: str, value: Any) -> ReductionType:
-    kinds = (ReductionType.Mean, ReductionType.Sum)
-    require(value in kinds, f"the reduction type must be Mean or Sum, not {value!r}")
-    return ReductionType(value)
+def _checked(valid: Callable[[Any], bool], wanted: str) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        require(valid(value), f"{wanted}, got {value!r}")
+        return value
 
-
-def _strategy(name: str, value: Any) -> Any:
-    require(isinstance(value, Strategy), f"a strategy is a poptorch.PipelinedExecution, not {value!r}")
-    return value
-
-
-def _seed(name: str, value: Any) -> Any:
-    require(isinstance(value, int), f"a seed is a whole number, got {value!r}")
-    return value
+    return check
 
 
 _UNSET = object()
-
-
-class Settings(NamedTuple):
-    """The settings of a group: those with an effect, those without, and unsupported ones with a remedy."""
-
-    values: dict[str, tuple[str, Any, Callable[..., Any]]] = {}  # noqa: RUF012  # name, default and check of the value
-    ignored: str = ""
-    refused: dict[str, str] = {}  # noqa: RUF012
-
-
 _reduction = "accumulation_and_replication_reduction_type"
+_seed = _checked(lambda value: isinstance(value, int), "a seed is a whole number")
+_strategy = _checked(lambda value: isinstance(value, Strategy), "a strategy is a poptorch.PipelinedExecution")
+_mean_or_sum = _checked((ReductionType.Mean, ReductionType.Sum).__contains__, "the reduction type must be Mean or Sum")
 
-SETTINGS = {
-    "Options": Settings(
-        {
-            "deviceIterations": ("device_iterations", 1, positive),
-            "replicationFactor": ("replication_factor", 1, positive),
-            "setExecutionStrategy": ("execution_strategy", _UNSET, _strategy),
-            "randomSeed": ("random_seed", None, _seed),
-            "enableProfiling": ("profile_dir", None, lambda name, directory=".": str(directory)),
-        },
-        "autoRoundNumIPUs availableMemoryProportion setAvailableMemoryProportion broadcastBuffers connectionType "
-        "disableModuleNamescope enableExecutableCaching enableStableNorm logCycleCount logDir maxRepeatLogs modelName "
-        "relaxOptimizerAttributesChecks showCompilationProgressBar sourceLocationExcludes appendToLocationExcludes "
-        "syncPattern updatableNamedBuffers useIpuId useIpuModel",
-        {
-            "anchorTensor": "return the value from the forward, or register a hook",
-            "enableSyntheticData": "a call takes the data that it is given",
-            "inputReplicaGrouping": "replicas have their own samples, and the same weights",
-            "useOfflineIpuTarget": "there is nothing to compile for an IPU",
-        },
-    ),
-    "Training": Settings(
-        {
-            "gradientAccumulation": ("gradient_accumulation", 1, positive),
-            "accumulationAndReplicationReductionType": (_reduction, ReductionType.Mean, _reduction_type),
-            "setAutomaticLossScaling": ("automatic_loss_scaling", False, lambda name, enabled: bool(enabled)),
-        },
-        "setMeanAccumulationAndReplicationReductionStrategy setConvolutionDithering",
-    ),
-    "TensorLocation": Settings(
-        {
-            f"set{kind}Location": (f"location_{kind.lower()}", _UNSET, _location)
-            for kind in ("Activation", "Weight", "Optimizer", "Accumulator")
-        },
-        "numIOTiles",
-    ),
-    "Precision": Settings(  # torch's own rules apply; model.half() and autocast work
-        {},
-        "autocastEnabled halfFloatCasting runningStatisticsAlwaysFloat runningVarianceAlwaysFloat "
-        "enableStochasticRounding setPartialsType",
-        {"enableFloatingPointExceptions": "use torch.autograd.set_detect_anomaly(True)"},
-    ),
-    "Jit": Settings(ignored="traceModel"),
-    "Distributed": Settings(  # a PopTorch program is one process here
-        {},
-        "IPUoFConfigFiles setEnvVarNames disable",
-        {"configureProcessId": "replicas in several processes are penstock.Mesh(data=…), see docs/migrating.md"},
-    ),
-    "Popart": Settings(ignored="setPatterns"),
+# Settings with an effect: the name, default and check of the value.
+VALUES: dict[str, tuple[str, Any, Callable[..., Any]]] = {
+    "deviceIterations": ("device_iterations", 1, positive),
+    "replicationFactor": ("replication_factor", 1, positive),
+    "setExecutionStrategy": ("execution_strategy", _UNSET, _strategy),
+    "randomSeed": ("random_seed", None, _seed),
+    "enableProfiling": ("profile_dir", None, lambda name, directory=".": str(directory)),
+    "Training.gradientAccumulation": ("gradient_accumulation", 1, positive),
+    "Training.accumulationAndReplicationReductionType": (_reduction, ReductionType.Mean, _mean_or_sum),
+    "Training.setAutomaticLossScaling": ("automatic_loss_scaling", False, lambda name, enabled: bool(enabled)),
+    "TensorLocation.setActivationLocation": ("location_activation", _UNSET, _location),
+    "TensorLocation.setWeightLocation": ("location_weight", _UNSET, _location),
+    "TensorLocation.setOptimizerLocation": ("location_optimizer", _UNSET, _location),
+    "TensorLocation.setAccumulatorLocation": ("location_accumulator", _UNSET, _location),
+}
+
+# Settings without an effect. Torch's own precision rules apply: model.half() and autocast work.
+IGNORED = (
+    "autoRoundNumIPUs availableMemoryProportion setAvailableMemoryProportion broadcastBuffers connectionType "
+    "disableModuleNamescope enableExecutableCaching enableStableNorm logCycleCount logDir maxRepeatLogs modelName "
+    "relaxOptimizerAttributesChecks showCompilationProgressBar sourceLocationExcludes appendToLocationExcludes "
+    "syncPattern updatableNamedBuffers useIpuId useIpuModel Training.setConvolutionDithering TensorLocation.numIOTiles "
+    "Training.setMeanAccumulationAndReplicationReductionStrategy Precision.autocastEnabled Precision.halfFloatCasting "
+    "Precision.runningStatisticsAlwaysFloat Precision.runningVarianceAlwaysFloat Precision.enableStochasticRounding "
+    "Precision.setPartialsType Jit.traceModel Distributed.IPUoFConfigFiles Distributed.setEnvVarNames "
+    "Distributed.disable Popart.setPatterns"
+)
+
+# Settings that are not supported, with a remedy. A PopTorch program is one process here.
+REFUSED = {
+    "anchorTensor": "return the value from the forward, or register a hook",
+    "enableSyntheticData": "a call takes the data that it is given",
+    "inputReplicaGrouping": "replicas have their own samples, and the same weights",
+    "useOfflineIpuTarget": "there is nothing to compile for an IPU",
+    "Precision.enableFloatingPointExceptions": "use torch.autograd.set_detect_anomaly(True)",
+    "Distributed.configureProcessId": "replicas in several processes are penstock.Mesh(data=…), see docs/migrating.md",
 }
 
 
 class Group:
-    """Settings that can be changed until they are frozen."""
+    """Settings that can be changed until they are frozen. ``title`` is the group's name, "" for ``Options``."""
 
     def __init__(self, title: str) -> None:
-        known = SETTINGS[title].values.values()
+        known = [value for setting, value in VALUES.items() if setting.rpartition(".")[0] == title]
         values = {name: default for name, default, _ in known if default is not _UNSET}
         self.__dict__.update(_title=title, _values=values, _is_frozen=False)
 
@@ -148,35 +115,31 @@ class Group:
         self._values.update(values)
         return self
 
-    def _apply(self, name: str, *args: Any, **kwargs: Any) -> Self:
-        value, _, check = SETTINGS[self._title].values[name]
-        return self._set(**{value: check(name, *args, *kwargs.values())})
-
-    def _ignore(self, name: str, *args: Any, **kwargs: Any) -> Self:
-        values, refused = [*args, *kwargs.values()], SETTINGS[self._title].refused
-        full = f"{self._title}.{name}".removeprefix("Options.")
-        if name in refused and values not in ([False], [None], [0, 1]):  # switched off, or one process
-            raise Error(f"poptorch.Options: {full} is not supported: {refused[name]}")
-        if name not in refused and full not in _warned:
-            _warned.add(full)
-            warnings.warn(f"poptorch.Options: {full} has no effect here", stacklevel=2)
-        return self._set(**{name: values[0] if len(values) == 1 else tuple(values) or True})
+    def _apply(self, setting: str, *args: Any, **kwargs: Any) -> Self:
+        values = [*args, *kwargs.values()]
+        if setting in VALUES:
+            name, _, check = VALUES[setting]
+            return self._set(**{name: check(setting, *values)})
+        if setting in REFUSED and values not in ([False], [None], [0, 1]):  # switched off, or one process
+            raise Error(f"poptorch.Options: {setting} is not supported: {REFUSED[setting]}")
+        if setting not in {*_warned, *REFUSED}:
+            _warned.add(setting)
+            warnings.warn(f"poptorch.Options: {setting} has no effect here", stacklevel=2)
+        return self._set(**{setting.rpartition(".")[2]: values[0] if len(values) == 1 else tuple(values) or True})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        known = SETTINGS[self._title]
-        if name in known.values:
-            return partial(self._apply, name)
-        if name in known.refused or name in known.ignored.split():
-            return partial(self._ignore, name)
+        setting = f"{self._title}.{name}".removeprefix(".")
+        if setting in VALUES or setting in REFUSED or setting in IGNORED.split():
+            return partial(self._apply, setting)
         if name not in self._values:
-            raise AttributeError(f"poptorch.Options has no {self._title}.{name}, or it has no meaning here")
+            raise AttributeError(f"poptorch.Options has no {setting}, or it has no meaning here")
         return self._values[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._set()  # an error if they are frozen
-        raise AttributeError(f"values are set by methods: {self._title}.…(…)")
+        raise AttributeError(f"values are set by methods: {self._title or 'Options'}.…(…)")
 
     def _groups(self) -> dict[str, Group]:
         return {name: value for name, value in self.__dict__.items() if isinstance(value, Group)}
@@ -194,7 +157,7 @@ class Group:
         return {**self._values, **{name: group.toDict() for name, group in self._groups().items()}}
 
     def __repr__(self) -> str:
-        name = "Options" if self._title == "Options" else f"_{self._title}Options"
+        name = f"_{self._title}Options" if self._title else "Options"
         return f"{name}({', '.join(f'{key}={value!r}' for key, value in {**self._values, **self._groups()}.items())})"
 
 
@@ -226,7 +189,7 @@ class Options(Group):
     """
 
     def __init__(self) -> None:
-        super().__init__("Options")
+        super().__init__("")
         self._set(execution_strategy=PipelinedExecution(), output_mode=OutputMode.Default, output_return_period=1)
         groups = {name: Group(name) for name in ("Training", "Precision", "Jit", "Distributed")}
         groups["Distributed"]._set(processId=0, numProcesses=1)
@@ -234,7 +197,7 @@ class Options(Group):
 
     def _off_chip(self, kind: str) -> bool:
         location = self.TensorLocations._values.get(f"location_{kind}")
-        return location is not None and location._content.get("onChip") == 0
+        return location is not None and location.get("onChip") == 0
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
         """The outputs that a call returns; ``EveryN`` returns every ``output_return_period``-th."""

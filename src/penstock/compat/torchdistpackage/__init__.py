@@ -3,16 +3,13 @@
 from typing import NoReturn
 
 from penstock.compat import publish
-from penstock.compat.torchdistpackage.gradients import *  # noqa: F403
 from penstock.compat.torchdistpackage.pipeline import *  # noqa: F403
 from penstock.compat.torchdistpackage.topology import *  # noqa: F403
 
 
 def __getattr__(name: str) -> NoReturn:
-    raise AttributeError(
-        "penstock.compat.torchdistpackage has TorchDistPackage's topology, pipelines and NaiveDDP, and nothing else of "
-        f"it: no {name}. docs/migrating.md says what to use instead"
-    )
+    remedy = "docs/migrating.md says what is included, and what to use instead"
+    raise AttributeError(f"penstock.compat.torchdistpackage has no {name}. {remedy}")
 
 
 _clip = "NativeScalerPP clip_grad_norm_"

@@ -1,4 +1,4 @@
-"""``forward_backward``: a 1F1B pipeline of functions, one per rank; and helpers that partition models.
+"""``forward_backward``: a 1F1B pipeline of functions, one per rank; partitions of models; gradients over ranks.
 
 rank 0   F0 F1 F2 · · B0 …       F: fwd_fn([output of the rank before, *this rank's own inputs])
 rank 1   ·  F0 F1 · B0 F2 …      B: bwd_fn(output, grad), or autograd's backward; on the last rank grad is None
@@ -6,24 +6,29 @@ rank 1   ·  F0 F1 · B0 F2 …      B: bwd_fn(output, grad), or autograd's back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import penstock as ps
+from penstock import hooks
+from penstock._torch import ddp_comm_hooks, queue_callback
 from penstock.compat import unwrap_local_errors
-from penstock.compat.torchdistpackage.gradients import defer_reduction
 from penstock.compat.torchdistpackage.topology import tpc
 from penstock.hooks import tree_flatten, tree_unflatten
 
 __all__ = [
-    *("CallableModule", "flat_and_partition", "flatten_model", "forward_backward", "forward_eval"),
-    *("partition_balanced", "partition_uniform"),
+    *("CallableModule", "NaiveDDP", "NativeScalerPP", "clip_grad_norm_", "flat_and_partition", "flatten_model"),
+    *("forward_backward", "forward_eval", "partition_balanced", "partition_uniform"),
 ]
 
 Forward = Callable[[Any], Any]
@@ -54,13 +59,25 @@ def forward_backward(
         optimizer.zero_grad()
     own = [*inputs] if isinstance(inputs, (list, tuple)) else [] if inputs is None else [inputs]
     if tpc.pipeline is None:
-        _build_pipeline()
+        ranks = tpc.get_ranks_in_group("pipe")
+        stages = [FunctionStage(first=s == 0, last=s == len(ranks) - 1) for s in range(len(ranks))]
+        tpc.stage = stages[tpc.get_group_rank("pipe")]
+        tpc.pipeline = ps.Pipeline(
+            ps.split(nn.Sequential(*stages), balance=[1] * len(stages)),
+            lambda loss: [*loss] if isinstance(loss, tuple) else loss,  # a tuple would mean a sum and a count
+            microbatch_size=1,  # the pipeline's input has one row per micro-batch
+            schedule="1f1b",
+            mesh=ps.Mesh(data=1, pipe=len(ranks), tensor=1, group=ranks, device=tpc.device),
+            reduction="sum",
+            outputs=None,
+            dynamic=True,
+        )
     pipeline, stage = tpc.pipeline, tpc.stage
     with nullcontext() if forward_only else defer_reduction(num_microbatches), unwrap_local_errors():
         try:
             pipeline.max_over_ranks(0.0)  # a rank that failed, or is gone, is reported here
             count = _agree_on_count(own, num_microbatches, not forward_only)
-            rows = [[_map_tensors(value, partial(_part, count=count, index=k)) for value in own] for k in range(count)]
+            rows = [[_map_tensors(value, partial(_part, count, k)) for value in own] for k in range(count)]
             stage.begin(fwd_fn, bwd_fn, rows)
             (pipeline.evaluate if forward_only else pipeline.step)(torch.empty(count, 0) if stage.first else None)
             return stage.last_output
@@ -76,23 +93,6 @@ def forward_backward(
 def forward_eval(fwd_fn: Forward, inputs: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The forward of one mini-batch in one piece; on the last rank this is the model's output."""
     return forward_backward(None, fwd_fn, None, inputs, num_microbatches=1, forward_only=True, dtype=dtype)
-
-
-def _build_pipeline() -> None:
-    """Create a pipeline whose stages call functions that each rank has for itself."""
-    ranks = tpc.get_ranks_in_group("pipe")
-    stages = [FunctionStage(first=s == 0, last=s == len(ranks) - 1) for s in range(len(ranks))]
-    tpc.stage = stages[tpc.get_group_rank("pipe")]
-    tpc.pipeline = ps.Pipeline(
-        ps.split(nn.Sequential(*stages), balance=[1] * len(stages)),
-        lambda loss: [*loss] if isinstance(loss, tuple) else loss,  # a tuple would mean a sum and a count
-        microbatch_size=1,  # the pipeline's input has one row per micro-batch
-        schedule="1f1b",
-        mesh=ps.Mesh(data=1, pipe=len(ranks), tensor=1, group=ranks, device=tpc.device),
-        reduction="sum",
-        outputs=None,
-        dynamic=True,
-    )
 
 
 def _agree_on_count(own: Sequence[Any], microbatches: int, training: bool) -> int:
@@ -125,22 +125,18 @@ class FunctionStage(nn.Module):
 
     def begin(self, fwd_fn: Forward | None, bwd_fn: Backward | None, rows: Sequence[Sequence[Any]]) -> None:
         """Set the functions and this rank's own inputs per micro-batch."""
-        self.functions, self.rows = (fwd_fn, bwd_fn), rows  # in a tuple: a module among them is not a child
+        self.functions: Any = (fwd_fn, bwd_fn)  # in a tuple: a module among them is not a child
+        self.rows = rows
         self.last_output: Any = None
 
     def forward(self, value: Any) -> Any:
-        current = ps.current_microbatch()
+        current: Any = ps.current_microbatch()
         fwd_fn, bwd_fn = self.functions
-        assert current is not None
-        assert fwd_fn is not None
         leaves, spec = tree_flatten(() if self.first else value)
-        # Without a bwd_fn autograd goes through the function; with one, the function has a graph of its own.
-        apart = bwd_fn is not None and torch.is_grad_enabled()
-        inputs = [
-            leaf.detach().requires_grad_(leaf.requires_grad) if apart and isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
-        value = tree_unflatten(inputs, spec)
+        value = tree_unflatten(leaves, spec)
+        if bwd_fn is not None and torch.is_grad_enabled():  # the function has a graph of its own
+            value = _map_tensors(value, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad))
+        inputs, _ = tree_flatten(value)
         values = [*(value if isinstance(value, (tuple, list)) else [value]), *self.rows[current.index]]
         output = fwd_fn(values[0] if len(values) == 1 else values)
         if current.index == len(self.rows) - 1:
@@ -191,7 +187,7 @@ def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     return tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
-def _part(leaf: Tensor, count: int, index: int) -> Tensor:
+def _part(count: int, index: int, leaf: Tensor) -> Tensor:
     """One micro-batch of a tensor. ``.data`` has its own version counter: parts may be changed in place."""
     part = torch.tensor_split(leaf, count)[index] if leaf.dim() else leaf
     return part if part.requires_grad else part.data
@@ -253,3 +249,234 @@ def flat_and_partition(sequential: nn.Module, flat_level: int = 1, partition_pol
         nested = [layer if isinstance(layer, (nn.Sequential, nn.ModuleList)) else [layer] for layer in layers]
         layers = [child for children in nested for child in children]
     return nn.Sequential(*policies[partition_policy](layers))
+
+
+# ── gradients over ranks ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class NaiveDDP(nn.Module):
+    """Broadcasts a module's parameters and reduces its gradients over ``process_group``.
+
+    The default group is the data group of ``tpc``, or the world where ``tpc`` is not set up. Gradients are reduced at
+    the end of every ``num_grad_acc_iter``-th backward; in ``forward_backward``, once at its end if its micro-batches
+    complete that number. ``sync`` has no effect: a reduction is complete when the backward ends.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sync: bool = False,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        reduce_op: str = "avg",
+        num_grad_acc_iter: int = 1,
+    ) -> None:
+        super().__init__()
+        if reduce_op.lower() not in ("avg", "sum"):
+            raise ValueError(f"reduce_op must be 'avg' or 'sum', got {reduce_op!r}")
+        if process_group is None:
+            process_group = tpc.get_group("data") if tpc.is_mode_inited("data") else None
+            process_group = process_group if tpc.is_mode_inited("global") else dist.group.WORLD
+        self.module, self.process_group = module, process_group
+        self.mean, self.num_grad_acc_iter = reduce_op.lower() == "avg", num_grad_acc_iter
+        self.require_backward_grad_sync = True
+        self._backwards = 0  # since the last reduction
+        self._in_backward = False
+        if self.process_group is not None:
+            first = dist.get_process_group_ranks(self.process_group)[0]
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.data, first, self.process_group)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._on_grad)  # type: ignore[no-untyped-call]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def reduce_gradients(self) -> None:
+        """Does nothing: gradients that are complete have been reduced already."""
+
+    def after_backwards(self, count: int = 1) -> None:
+        """Count backwards, and reduce the gradients when ``num_grad_acc_iter`` is reached."""
+        self._in_backward = False
+        self._backwards += count
+        if self._backwards >= self.num_grad_acc_iter:
+            self._backwards = 0
+            if self.process_group is not None:
+                _reduce(self.module.parameters(), self.process_group, mean=self.mean)
+
+    def _on_grad(self, parameter: Tensor) -> None:
+        if self.require_backward_grad_sync and not self._in_backward:
+            self._in_backward = True
+            queue_callback(self.after_backwards)
+
+
+@contextmanager
+def defer_reduction(microbatches: int) -> Iterator[None]:
+    """Let wrapped modules that are called in this context reduce their gradients once, at its end.
+
+    ``DistributedDataParallel`` reduces in the first backward after its last forward; in a pipeline, later backwards
+    add to the gradients.
+    """
+    called: list[Any] = []
+
+    def look(module: Any, args: Any) -> None:
+        wrapper = isinstance(module, (DistributedDataParallel, NaiveDDP))
+        if not wrapper or module in called or not torch.is_grad_enabled() or not module.require_backward_grad_sync:
+            return
+        if isinstance(module, DistributedDataParallel) and (module.static_graph or ddp_comm_hooks(module)):
+            options = "static_graph=True and communication hooks of DistributedDataParallel"
+            raise ps.PlanError(f"a pipeline does not support {options}: leave them out")
+        called.append(module)
+        module.require_backward_grad_sync = False
+
+    hook = register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for wrapper in called:
+            wrapper.require_backward_grad_sync = True
+    for wrapper in called:
+        if isinstance(wrapper, NaiveDDP):
+            wrapper.after_backwards(microbatches)
+        else:
+            wrapper.require_forward_param_sync = True  # buffers are broadcast in the next forward
+            named = wrapper.module.named_parameters()
+            _reduce((p for name, p in named if name not in wrapper.parameters_to_ignore), wrapper.process_group)
+
+
+@torch.no_grad()
+def _reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, mean: bool = True) -> None:
+    """Replace gradients by their mean or sum over a group; a parameter without a gradient anywhere keeps none."""
+    parameters = [p for p in parameters if p.requires_grad]
+    if not parameters or group.size() == 1:
+        return
+    used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group)
+    buckets: dict[Any, list[Tensor]] = {}  # by device and dtype
+    for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
+        if anywhere:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = grad.to_dense() if grad.is_sparse else grad
+            buckets.setdefault((grad.device, grad.dtype), []).append(parameter.grad)
+    for bucket in buckets.values():
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])
+        dist.all_reduce(flat, group=group)
+        flat /= group.size() if mean else 1
+        for grad, part in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale gradients so that their norm over all model ranks is at most ``max_norm``; return the norm before.
+
+    Every model rank calls it, with or without gradients. A parameter whose gradient is the same on all tensor ranks
+    counts once; of other parameters, each tensor rank is taken to have a part.
+    """
+    own: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    shared = _shared_over_tensor_ranks(own) if _size("tensor") > 1 else set()
+    first = _size("tensor") == 1 or tpc.is_first_in_group("tensor")
+    total = hooks.grad_norm(
+        own,
+        norm_type,
+        counted_here=lambda parameter: first or id(parameter) not in shared,
+        reduce=partial(_all_reduce, "pipe"),
+        reduce_plain=partial(_all_reduce, "tensor"),
+    )
+    hooks.clip_grad_norm(own, total, float(max_norm), norm_type, error_if_nonfinite)
+    return total
+
+
+def _size(mode: str) -> int:
+    return tpc.get_group_size(mode) if tpc.is_mode_inited(mode) else 1
+
+
+def _all_reduce(mode: str, total: Tensor, largest: bool) -> Tensor:
+    if _size(mode) == 1:
+        return total
+    wide = total.to(tpc.device, torch.float64, copy=True)
+    dist.all_reduce(wide, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, tpc.get_group(mode))
+    return wide.to(total.device, total.dtype)
+
+
+def _shared_over_tensor_ranks(parameters: Sequence[Any]) -> set[int]:
+    """The ids of parameters whose gradients are the same on all tensor ranks, up to rounding.
+
+    Gradients are compared by norm and a sum with non-repeating weights: parts of one parameter may have equal norms,
+    but hardly equal weighted sums.
+    """
+    plain = [p for p in parameters if not isinstance(p, DTensor)]
+    own = []
+    for parameter in plain:
+        grad = torch.zeros(1) if parameter.grad is None else parameter.grad
+        flat = (grad.to_dense() if grad.is_sparse else grad).detach().flatten().to(torch.float64)
+        weights = torch.cos(torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device))
+        own.append((float(flat.norm()), float(flat @ weights)))
+    everyone: list[Any] = [None] * tpc.get_group_size("tensor")
+    dist.all_gather_object(everyone, own, tpc.get_group("tensor"))
+    shared = set()
+    for parameter, first, *others in zip(plain, *everyone, strict=True):
+        if all(abs(a - b) <= 1e-4 * first[0] for other in others for a, b in zip(first, other, strict=True)):
+            shared.add(id(parameter))
+    return shared
+
+
+class NativeScalerPP(ps.GradScaler):
+    """A float16 loss scale that all ranks of the world share: all of them step, or none.
+
+    scaler = NativeScalerPP()
+    loss = forward_backward(optimizer, fwd_fn, scaler.bwd_fn, inputs, …)
+    scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+    """
+
+    state_dict_key = "amp_scaler"
+    loss_scale = 1.0  # set by GradScaler, whose pipeline this is
+
+    def __init__(self, **options: Any) -> None:
+        """``options`` are those of ``penstock.GradScaler``. Every rank of the world creates one."""
+        super().__init__(self, **options)
+
+    def max_over_ranks(self, number: float) -> float:
+        """The largest number of all ranks; ``GradScaler`` calls it."""
+        largest = torch.tensor(number, dtype=torch.float64, device=tpc.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest)
+
+    def bwd_fn(self, output: Any, grad: Any) -> None:
+        """The backward of ``forward_backward`` with a scaled loss."""
+        if grad is None:
+            self.scale(output).backward()
+            return
+        pairs = [(output, grad)] if isinstance(output, Tensor) else list(zip(output, grad, strict=True))
+        tensors = [tensor for tensor, its in pairs if its is not None]
+        torch.autograd.backward(tensors, [its for _, its in pairs if its is not None])
+
+    def __call__(
+        self,
+        loss: Any,
+        optimizer: Optimizer | None,
+        clip_grad: float | None = None,
+        parameters: Iterable[Tensor] | None = None,
+        create_graph: bool = False,
+        need_update: bool = True,
+    ) -> Tensor | None:
+        """Step, and update the scale; return the gradients' norm if they are clipped.
+
+        A loss with a graph is scaled and gets its backward first. Without ``need_update`` that is all.
+        """
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            self.scale(loss).backward(create_graph=create_graph)
+        if not need_update:
+            return None
+        norm = None
+        if clip_grad is not None:
+            assert parameters is not None, "clip_grad needs the parameters"
+            self.unscale_(optimizer)
+            norm = clip_grad_norm_(parameters, clip_grad)
+        self.step(optimizer)
+        self.update()
+        return norm

@@ -113,7 +113,8 @@ class ProcessTopology:
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
         """The forms for one mode: ``get_pp_rank()``, ``is_first_in_pipeline_group()`` and so on."""
-        for short, long, mode in _MODES:
+        modes = ("tp", "tensor", "tensor"), ("pp", "pipeline", "pipe"), ("dp", "data", "data"), ("mp", "model", "model")
+        for short, long, mode in modes:
             forms: dict[str, Callable[[str], Any]] = {
                 f"get_{short}_rank": self.get_group_rank,
                 f"get_{short}_size": self.get_group_size,
@@ -143,8 +144,6 @@ class ProcessTopology:
             self.pipeline.close()
         self.pipeline = None
 
-
-_MODES = (("tp", "tensor", "tensor"), ("pp", "pipeline", "pipe"), ("dp", "data", "data"), ("mp", "model", "model"))
 
 tpc = torch_parallel_context = ProcessTopology()
 

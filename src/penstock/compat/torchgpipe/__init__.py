@@ -12,16 +12,13 @@ __version__ = "0.0.7"
 GPipe, current_microbatch = gpipe.GPipe, gpipe.current_microbatch
 is_checkpointing, is_recomputing = hooks.is_checkpointing, ps.is_recomputing
 
-publish(
-    __name__,
-    {**vars(balance), **vars(gpipe), "__version__": __version__},
-    {
-        "__version__": "__version__",
-        "balance.blockpartition": "solve",
-        "balance.profile": "layerwise_sandbox",
-        "batchnorm": "DeferredBatchNorm",
-        "skip": "Namespace pop skippable stash verify_skippables",
-        "skip.namespace": "Namespace",
-        "skip.skippable": "Skippable pop skippable stash verify_skippables",
-    },
-)
+MODULES = {
+    "balance.blockpartition": "solve",
+    "balance.profile": "layerwise_sandbox",
+    "batchnorm": "DeferredBatchNorm",
+    "skip": "Namespace pop skippable stash verify_skippables",
+    "skip.namespace": "Namespace",
+    "skip.skippable": "Skippable pop skippable stash verify_skippables",
+}
+_names = {**vars(balance), **vars(gpipe), "__version__": __version__}
+publish(__name__, _names, {"__version__": "__version__", **MODULES})

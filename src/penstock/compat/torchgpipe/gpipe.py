@@ -8,8 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, islice
-from types import new_class
-from typing import Any, ClassVar, NoReturn, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +23,6 @@ __all__ = [
     *("skippable", "stash", "verify_module", "verify_skippables"),
 ]
 
-Device = torch.device | int | str
 Tensors: TypeAlias = tuple[Tensor, ...]
 TensorOrTensors: TypeAlias = Tensor | Tensors
 
@@ -37,12 +35,8 @@ class GPipe(nn.Module):
     ``"except_last"`` or ``"never"``. ``deferred_batch_norm`` tracks running statistics per mini-batch.
     """
 
-    chunks: int = 1
-    checkpoint: str = "except_last"
-
-    # Texts that a subclass of another name replaces.
     _name = "GPipe"
-    _balance_module = "torchgpipe.balance (torchgpipe_balancing in 0.0.2)"
+    _balance_hint = "\n\nMeasure it, see torchgpipe.balance (torchgpipe_balancing in 0.0.2) and its balance_by_time"
     _allows_duplicate_parameters = False
 
     def __init__(
@@ -50,26 +44,29 @@ class GPipe(nn.Module):
         module: nn.Sequential,
         balance: Iterable[int] | None = None,
         *,
-        devices: Iterable[Device] | None = None,
-        chunks: int = chunks,
-        checkpoint: str = checkpoint,
+        devices: Iterable[torch.device | int | str] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
         self.chunks, self.checkpoint = int(chunks), str(checkpoint)
         if balance is None:
-            raise ValueError(self._recommend("balance is required"))
+            raise ValueError(f"balance is required{self._balance_hint}")
         check_options(self.chunks, self.checkpoint)
-        (verify_children if self._allows_duplicate_parameters else verify_module)(module)
+        verify_module(module, self._allows_duplicate_parameters)
         verify_skippables(module)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self.balance = list(balance)
-        self.devices = _default_devices(len(self.balance)) if devices is None else [*map(torch.device, devices)]
-        try:
-            check_balance(len(module), self.balance)
-        except ValueError as error:
-            raise ValueError(self._recommend(str(error))) from None
+        if devices is None:
+            gpus = torch.cuda.device_count()
+            if 0 < gpus < len(self.balance):
+                shared = f"{len(self.balance)} partitions share {gpus} GPUs"
+                warnings.warn(f"{shared}: name the devices=[…] to say how", stacklevel=2)
+            devices = [torch.device("cuda", j % gpus) if gpus else "cpu" for j in range(len(self.balance))]
+        self.devices = [*map(torch.device, devices)]
+        check_balance(len(module), self.balance, self._balance_hint)
         if len(self.balance) > len(self.devices):
             counts = f"devices: {len(self.devices)}, partitions: {len(self.balance)}"
             raise IndexError(f"too few devices to hold given partitions ({counts})")
@@ -83,16 +80,7 @@ class GPipe(nn.Module):
                 raise ValueError("module with duplicate parameters on distinct devices is not supported")
         for partition, device in zip(self.partitions, self.devices, strict=True):
             partition.to(device)
-        self._pipelines: dict[bool, tuple[tuple[int, str], ps.Pipeline]] = {}
-
-    def _recommend(self, message: str) -> str:
-        return f"""{message}
-
-A balance can be measured, see {self._balance_module}:
-
-  balance = balance_by_time(partitions, model, sample)
-  model = {self._name}(model, balance, ...)
-"""
+        self._pipelines: dict[tuple[int, str], ps.Pipeline] = {}
 
     def forward(self, input: TensorOrTensors) -> TensorOrTensors:
         """The module's output for a mini-batch, concatenated, on the last device."""
@@ -103,28 +91,31 @@ A balance can be measured, see {self._balance_module}:
         check(output)
         if not self.training or not torch.is_grad_enabled() or self.checkpoint == "never":
             return output
-        lengths = [len(leaf) for leaf in hooks.tree_flatten(input)[0] if leaf.dim()]
-        return _mark_recomputed(output, min([self.chunks, *lengths]) - (self.checkpoint == "except_last"))
+        items = [output] if isinstance(output, Tensor) else list(output)
+        marked = next((i for i, item in enumerate(items) if isinstance(item, Tensor) and item.requires_grad), None)
+        if marked is not None:
+            lengths = [len(leaf) for leaf in hooks.tree_flatten(input)[0] if leaf.dim()]
+            for _ in range(min([self.chunks, *lengths]) - (self.checkpoint == "except_last")):
+                items[marked] = Checkpoint.apply(items[marked])  # type: ignore[no-untyped-call]
+        return items[0] if isinstance(output, Tensor) else tuple(items)
 
     def _pipeline(self) -> ps.Pipeline:
         """The pipeline of the present mode: nothing is recomputed in evaluation mode."""
-        training = self.training or not torch.is_grad_enabled()
-        config = (self.chunks, self.checkpoint if training else "never")
-        built, pipeline = self._pipelines.get(training, (None, None))
-        if built != config or pipeline is None:
+        recompute = self.checkpoint if self.training or not torch.is_grad_enabled() else "never"
+        config = (self.chunks, recompute)
+        if config not in self._pipelines:
             # The partitions are layers of this Sequential, so that hooks on them run.
             whole = nn.Sequential(OrderedDict((str(j), part) for j, part in enumerate(self.partitions)))
             deferred = any(isinstance(part, DeferredBatchNorm) for part in self.partitions.modules())
-            pipeline = ps.Pipeline(
+            self._pipelines[config] = ps.Pipeline(
                 ps.split(whole, balance=[1] * len(self.partitions)),
                 microbatches=self.chunks,
                 devices=self.devices,
-                recompute=config[1],
+                recompute=recompute,
                 batchnorm="deferred" if deferred else "microbatch",
             )
-            pipeline.lockstep = True
-            self._pipelines[training] = (config, pipeline)
-        return pipeline
+            self._pipelines[config].lockstep = True
+        return self._pipelines[config]
 
     def __len__(self) -> int:
         return sum(len(list(partition.children())) for partition in self.partitions)
@@ -137,20 +128,18 @@ A balance can be measured, see {self._balance_module}:
         return list(self)[index]
 
     def cuda(self, device: Any = None) -> Self:
-        self._deny_moving()
+        return self.to("cuda")
 
     def cpu(self) -> Self:
-        self._deny_moving()
+        return self.to("cpu")
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Cast to a dtype. Moving to a device is refused."""
         moves = bool(args) and isinstance(args[0], (torch.device, int, str, Tensor))
         if moves or "device" in kwargs or "tensor" in kwargs:
-            self._deny_moving()
+            placement = f"because {self._name} should manage device placement"
+            raise TypeError(f"denied to move parameters and buffers, {placement}")
         return super().to(*args, **kwargs)
-
-    def _deny_moving(self) -> NoReturn:
-        raise TypeError(f"denied to move parameters and buffers, because {self._name} should manage device placement")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pipelines": {}}  # a copy starts its own threads
@@ -163,24 +152,16 @@ def check_options(chunks: int, checkpoint: str) -> None:
         raise ValueError("checkpoint is not one of 'always', 'except_last', or 'never'")
 
 
-def check_balance(layers: int, balance: list[int]) -> None:
-    total = sum(balance)
-    if layers != total:
-        lengths = f"module: {layers}, sum of balance: {total}"
-        raise ValueError(f"module and sum of balance have different length ({lengths})")
+def check_balance(layers: int, balance: list[int], hint: str = "") -> None:
+    if layers != sum(balance):
+        lengths = f"module: {layers}, sum of balance: {sum(balance)}"
+        raise ValueError(f"module and sum of balance have different length ({lengths}){hint}")
     if any(count <= 0 for count in balance):
-        raise ValueError(f"all balance numbers must be positive integer (balance: {balance})")
+        raise ValueError(f"all balance numbers must be positive integer (balance: {balance}){hint}")
 
 
-def verify_module(module: nn.Sequential) -> None:
+def verify_module(module: nn.Sequential, duplicate_parameters: bool = False) -> None:
     """Raise a ``TypeError`` or ``ValueError`` for a module that cannot be partitioned."""
-    verify_children(module)
-    if len(list(module.parameters())) != sum(len(list(child.parameters())) for child in module.children()):
-        raise ValueError("module with duplicate parameters in distinct children is not supported")
-
-
-def verify_children(module: nn.Sequential) -> None:
-    """Check that the module is a Sequential without repeated layers."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             "module must be nn.Sequential to be partitioned (non-sequential module cannot be partitioned): "
@@ -188,16 +169,9 @@ def verify_children(module: nn.Sequential) -> None:
         )
     if len(list(module.named_children())) != len(module):
         raise ValueError("module with duplicate children is not supported")
-
-
-def _default_devices(partitions: int) -> list[torch.device]:
-    gpus = torch.cuda.device_count()
-    if 0 < gpus < partitions:
-        warnings.warn(
-            f"{partitions} partitions share {gpus} GPU{'s' * (gpus > 1)}: name the devices=[…] to say how",
-            stacklevel=3,
-        )
-    return [torch.device("cuda", j % gpus) if gpus else torch.device("cpu") for j in range(partitions)]
+    count = sum(len(list(child.parameters())) for child in module.children())
+    if not duplicate_parameters and len(list(module.parameters())) != count:
+        raise ValueError("module with duplicate parameters in distinct children is not supported")
 
 
 def check(input: TensorOrTensors) -> None:
@@ -221,14 +195,6 @@ class Checkpoint(torch.autograd.Function):
         return grads[0]
 
 
-def _mark_recomputed(output: TensorOrTensors, count: int) -> TensorOrTensors:
-    items = [output] if isinstance(output, Tensor) else list(output)
-    marked = next((i for i, item in enumerate(items) if isinstance(item, Tensor) and item.requires_grad), None)
-    for _ in range(count if marked is not None else 0):
-        items[marked] = Checkpoint.apply(items[marked])  # type: ignore[no-untyped-call, index]
-    return items[0] if isinstance(output, Tensor) else tuple(items)
-
-
 def _refuse_shared_globals(partitions: Iterable[nn.Module]) -> None:
     """Raise if a layer's forward sets a global variable that a layer of another partition reads.
 
@@ -239,14 +205,11 @@ def _refuse_shared_globals(partitions: Iterable[nn.Module]) -> None:
     for j, partition in enumerate(partitions):
         for layer in partition.modules():
             function: Any = inspect.unwrap(type(layer).forward)
-            found = [
-                (i.opname, i.argval) for i in (dis.get_instructions(function) if inspect.isfunction(function) else ())
-            ]
-            read, written = (
-                {(function.__module__, name) for operation, name in found if operation == kind}
-                for kind in ("LOAD_GLOBAL", "STORE_GLOBAL")
-            )
-            uses.append((j, type(layer).__name__, read, written - read))
+            if inspect.isfunction(function):
+                found = [(i.opname, (function.__module__, i.argval)) for i in dis.get_instructions(function)]
+                read = {variable for operation, variable in found if operation == "LOAD_GLOBAL"}
+                written = {variable for operation, variable in found if operation == "STORE_GLOBAL"}
+                uses.append((j, type(layer).__name__, read, written - read))
     for i, writer, _, written in uses:
         for j, reader, read, _ in uses:
             if j != i and read & written:
@@ -264,9 +227,8 @@ def current_microbatch() -> Tensor | None:
     """A tensor that identifies the current micro-batch, for use as a key; None outside of a pipeline."""
     if hooks.is_checkpointing() or ps.is_recomputing():
         raise RuntimeError(
-            "current_microbatch() has no meaning in a forward that runs twice: what is kept under it in the first run "
-            "is gone in the second. Use GPipe(…, checkpoint='never'), or pass values on with torchgpipe.skip: "
-            "@skippable(stash=[…]), yield stash(…)"
+            "current_microbatch() has no meaning in a forward that runs twice: use GPipe(…, checkpoint='never'), or "
+            "pass values on with torchgpipe.skip: @skippable(stash=[…]), yield stash(…)"
         )
     current = ps.current_microbatch()
     return None if current is None else _keys.setdefault(current, torch.empty(0))
@@ -328,13 +290,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     declare = ps.skippable(stash, pop)
 
     def decorate(module_cls: type[nn.Module]) -> type[Skippable]:
-        body = {
-            "module_cls": module_cls,
-            "__module__": module_cls.__module__,
-            "__qualname__": module_cls.__qualname__,
-            "__doc__": module_cls.__doc__,
-        }
-        return declare(new_class(module_cls.__name__, (Skippable,), exec_body=lambda own: own.update(body)))
+        kept = {name: getattr(module_cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        return declare(type(module_cls.__name__, (Skippable,), {"module_cls": module_cls, **kept}))
 
     return decorate
 
@@ -352,8 +309,6 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 
 # ── deferred BatchNorm ───────────────────────────────────────────────────────────────────────────────────────────────
-
-M = TypeVar("M", bound=nn.Module)
 
 
 class DeferredBatchNorm(BatchNorm):
@@ -396,23 +351,20 @@ class DeferredBatchNorm(BatchNorm):
         return output
 
     @classmethod
-    def convert_deferred_batch_norm(cls, module: M, chunks: int = 1) -> M:
+    def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> Any:
         """Replace BatchNorm layers in ``module``; parameters, buffers and modes are kept."""
-        return _convert(module, chunks, {})
-
-
-def _convert(module: M, chunks: int, converted: dict[int, nn.Module]) -> M:
-    result: nn.Module = module
-    deferred = isinstance(module, DeferredBatchNorm) and module.chunks == chunks
-    if isinstance(module, BatchNorm) and module.track_running_stats and not deferred:
-        if id(module) not in converted:
-            new = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine, chunks)
-            new._parameters.update(module._parameters)
-            for name in ("sum", "sum_squares"):  # of the layer's device and dtype
-                new._buffers[name] = None if module.running_mean is None else torch.zeros_like(module.running_mean)
-            new._buffers.update(module._buffers)
-            converted[id(module)] = new.train(module.training)
-        result = converted[id(module)]
-    for name, child in module.named_children():
-        result.add_module(name, _convert(child, chunks, converted))
-    return result  # type: ignore[return-value]
+        converted: dict[nn.Module, DeferredBatchNorm] = {}
+        for path, part in list(module.named_modules(remove_duplicate=False)):
+            deferred = isinstance(part, DeferredBatchNorm) and part.chunks == chunks
+            if not isinstance(part, BatchNorm) or not part.track_running_stats or deferred:
+                continue
+            if part not in converted:
+                new = converted[part] = cls(part.num_features, part.eps, part.momentum, part.affine, chunks)
+                new._parameters.update(part._parameters)
+                for name in ("sum", "sum_squares"):  # of the layer's device and dtype
+                    new._buffers[name] = None if part.running_mean is None else torch.zeros_like(part.running_mean)
+                new._buffers.update(part._buffers)
+                new.train(part.training)
+            if path:
+                module.set_submodule(path, converted[part])
+        return converted.get(module, module)

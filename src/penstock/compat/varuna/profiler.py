@@ -14,19 +14,8 @@ from torch import nn
 
 import penstock as ps
 from penstock import hooks
+from penstock import profile as profiling
 from penstock.compat.varuna.varuna import check_model, device_of, positive
-from penstock.profile import (
-    ModelCosts,
-    Profile,
-    Ranks,
-    Segments,
-    device_grids,
-    edges_between,
-    measure_costs,
-    measure_links,
-    rank_static_bytes,
-    stage_costs,
-)
 from penstock.schedule import build, recompute_modes, simulate, with_recompute
 
 __all__ = ["AutoConfig", "Profiler"]
@@ -61,21 +50,23 @@ class Profiler:
         self.device = torch.device(device_of(device))
         self.folder, self.add_to_existing = Path(out_folder), add_to_existing
 
-    def profile_all(self, microbatch_sizes: Sequence[int], *, seconds: float = 5.0) -> Profile:
+    def profile_all(self, microbatch_sizes: Sequence[int], *, seconds: float = 5.0) -> profiling.Profile:
         """Measure micro-batches of these sizes for about ``seconds`` in total; return the folder's contents."""
         path = self.folder / COSTS
-        known = Profile.load(path).sizes if self.add_to_existing and path.exists() else ()
+        known = profiling.Profile.load(path).sizes if self.add_to_existing and path.exists() else ()
         wanted = {positive("a micro-batch size", size) for size in microbatch_sizes}
         missing = sorted(wanted - {costs.samples for costs in known})
-        measured: tuple[ModelCosts, ...] = ()
+        measured: tuple[profiling.ModelCosts, ...] = ()
         if missing:
             sample = self.get_batch(max(missing), device="cpu")
             with torch.autocast(self.device.type, torch.float16, enabled=self.fp16):
                 chain = hooks.chain_of(self.model, sample=sample)
-                measured = measure_costs(chain, sample, device=self.device, sizes=missing, seconds=seconds).sizes
-        profile = Profile(tuple(sorted((*known, *measured), key=lambda costs: costs.samples)))
+                options: dict[str, Any] = {"device": self.device, "sizes": missing, "seconds": seconds}
+                measured = profiling.measure_costs(chain, sample, **options).sizes
+        profile = profiling.Profile(tuple(sorted((*known, *measured), key=lambda costs: costs.samples)))
         if dist.is_initialized() and dist.get_world_size() > 1:
-            profile = profile.with_link(measure_links(ps.Mesh(pipe=dist.get_world_size(), device=self.device)).worst)
+            mesh = ps.Mesh(pipe=dist.get_world_size(), device=self.device)
+            profile = profile.with_link(profiling.measure_links(mesh).worst)
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             profile.save(path)
@@ -102,7 +93,7 @@ class AutoConfig:
         verbose: bool = False,
     ) -> None:
         self.num_gpus, self.batch_size = positive("num_gpus", num_gpus), positive("batch_size", batch_size)
-        self.profile = Profile.load(Path(profile_folder) / COSTS)
+        self.profile = profiling.Profile.load(Path(profile_folder) / COSTS)
         self.memory = inf
         if gpu_memory_capacity is not None:
             self.memory = float(hooks.parse_bytes(gpu_memory_capacity))
@@ -112,36 +103,34 @@ class AutoConfig:
     def get_min(self) -> tuple[int, int, float]:
         """The number of stages, the micro-batch size and the seconds of a step of the fastest configuration."""
         found = []
-        for data, pipe in device_grids(self.num_gpus):
+        for data, pipe in profiling.device_grids(self.num_gpus):
             if pipe <= len(self.profile.sizes[0].layers) and data <= self.batch_size:
                 for costs in self.profile.sizes:
                     seconds, memory = self.predict(costs, data, pipe)
                     if memory <= self.memory:
                         found.append((seconds, pipe, costs.samples))
         if not found:
-            raise ps.PlanError(
-                f"{self.num_gpus} GPUs have no configuration that fits into {self.memory:.0f} bytes: use more GPUs, or "
-                "profile smaller micro-batches"
-            )
+            limit = f"{self.memory:.0f} bytes: use more GPUs, or profile smaller micro-batches"
+            raise ps.PlanError(f"{self.num_gpus} GPUs have no configuration that fits into {limit}")
         seconds, stages, size = min(found)
         return stages, size, seconds
 
-    def predict(self, costs: ModelCosts, data: int, pipe: int) -> tuple[float, float]:
+    def predict(self, costs: profiling.ModelCosts, data: int, pipe: int) -> tuple[float, float]:
         """The seconds of a step with ``data`` replicas of ``pipe`` stages, and the peak memory of a GPU."""
         samples = -(-self.batch_size // data)
         count = -(-samples // costs.samples)
-        segments = Segments(self.profile.at(-(-samples // count)))
+        segments = profiling.Segments(self.profile.at(-(-samples // count)))
         n = segments.n  # stages have equally many layers, as Varuna makes them
         crossing = [0.0, *(costs.bytes_between(range(cut), range(cut, n)) for cut in range(1, n))]
         cuts = tuple(accumulate(hooks.partition([1] * n, pipe, crossing=crossing)))
-        ranks = Ranks((1.0,) * pipe, (inf,) * pipe, (1.0,) * pipe)
+        ranks = profiling.Ranks((1.0,) * pipe, (inf,) * pipe, (1.0,) * pipe)
         modes = recompute_modes(dict.fromkeys(range(pipe - 1), "always"), pipe)
         schedule = with_recompute(build("1f1b", pipe, count), modes)
-        edges = tuple(edges_between(segments, cuts))
-        simulation = simulate(schedule, stage_costs(segments, ranks, range(pipe), cuts), edges)
+        edges = tuple(profiling.edges_between(segments, cuts))
+        simulation = simulate(schedule, profiling.stage_costs(segments, ranks, range(pipe), cuts), edges)
         gradients = [segments.total("gradients", i, j) for i, j in pairwise((0, *cuts))]
         all_reduce = [costs.link.all_reduce_seconds(size, data) for size in gradients]
-        static = rank_static_bytes(segments, range(pipe), cuts, pipe)
+        static = profiling.rank_static_bytes(segments, range(pipe), cuts, pipe)
         seconds = max(ends[-1] + extra for ends, extra in zip(simulation.ends, all_reduce, strict=True))
         memory = max(held + peak for held, peak in zip(static, simulation.peak_memory, strict=True))
         return seconds, memory

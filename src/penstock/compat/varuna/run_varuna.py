@@ -75,14 +75,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run_script(stage_to_rank_map: str, batch_size: str, chunk_size: str, script: str, *others: str) -> None:
     """Run the script in this process, with the arguments that Varuna's scripts take."""
-    options = {
-        "rank": os.environ["RANK"],
-        "local_rank": os.environ["LOCAL_RANK"],
-        "stage_to_rank_map": stage_to_rank_map,
-        "batch_size": batch_size,
-        "chunk_size": chunk_size,
-    }
-    sys.argv = [script, *(f"--{name}={value}" for name, value in options.items()), *others]
+    names = ("rank", "local_rank", "stage_to_rank_map", "batch_size", "chunk_size")
+    values = (os.environ["RANK"], os.environ["LOCAL_RANK"], stage_to_rank_map, batch_size, chunk_size)
+    sys.argv = [script, *(f"--{name}={value}" for name, value in zip(names, values, strict=True)), *others]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
 

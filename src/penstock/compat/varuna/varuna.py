@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,11 @@ def parse_stage_to_rank_map(stage_to_rank_map: str) -> dict[int, list[int]]:
             f"stage_to_rank_map says which ranks run each stage, as in '0,2;1,3;', got {stage_to_rank_map!r}"
         ) from None
     counts, ranks = [len(row) for row in rows], [rank for row in rows for rank in row]
-    if len(set(counts)) > 1:
-        raise ps.PlanError(f"every stage must have equally many ranks, but {stage_to_rank_map!r} has {counts}")
-    if len(set(ranks)) < len(ranks) or min(ranks) < 0:
-        raise ps.PlanError(f"every rank has one stage, and is a number from 0 on: {stage_to_rank_map!r}")
+    if len(set(counts)) > 1 or len(set(ranks)) < len(ranks) or min(ranks) < 0:
+        raise ps.PlanError(
+            "every stage must have equally many ranks, and every rank has one stage and is a number from 0 on, but "
+            f"{stage_to_rank_map!r} has {counts} ranks"
+        )
     return dict(enumerate(rows))
 
 
@@ -131,7 +132,8 @@ class Varuna(nn.Module):
         call = dry_run_input if get_batch_fn is None else get_batch_fn
         sample = call(1, device="cpu") if callable(call) else call
         plan = ps.split(model, stages=self.partitions, balance="uniform", sample=sample, shared_weights=shared_weights)
-        self._cuts = Cuts(plan)
+        self._layers = list(plan.require_chain().layers)
+        self._saved_as, self._cut_of = _saved_names(plan)
         replicas = zip(*self.stage_to_rank_map.values(), strict=True)
         group = [rank for replica in replicas for rank in replica]
         mesh = ps.Mesh(data=self.data_depth, pipe=self.partitions, group=group, device=own_device)
@@ -180,8 +182,25 @@ class Varuna(nn.Module):
         its ranks; a tensor of one sample goes to every micro-batch. Gradients are accumulated; where they overflow they
         are dropped, and the norm is nan.
         """
-        value = _arguments(inputs)
-        loss, overflow = self._step_fp16(value) if self.fp16 else (self.pipeline.step(value).loss, False)
+        value, scaler = _arguments(inputs), self._scaler
+        overflow = False
+        if not self.fp16:
+            loss = self.pipeline.step(value).loss
+        elif scaler is None:
+            raise ps.PlanError("with fp16=True the loss is scaled: call set_optimizer(optimizer) before step")
+        else:
+            for parameter in self.pipeline.parameters():
+                if parameter.grad is not None:  # of earlier steps
+                    parameter.grad.mul_(scaler.get_scale())
+            overflow = True
+            try:
+                with torch.autocast(self.device.type, torch.float16):
+                    loss = self.pipeline.step(value).loss
+                scaler.unscale_(self._all_parameters)
+                overflow = scaler.update()
+            finally:
+                if overflow:
+                    self.pipeline.zero_grad()
         if overflow:
             norm = math.nan
         elif clip_grad_max_norm is None:
@@ -190,24 +209,6 @@ class Varuna(nn.Module):
             norm = float(self.pipeline.clip_grad_norm_(clip_grad_max_norm))
         self.iteration += 1
         return float(loss), overflow, norm
-
-    def _step_fp16(self, value: Any) -> tuple[Tensor, bool]:
-        """A step under autocast, and whether gradients are not finite: then all of them are dropped."""
-        if self._scaler is None:
-            raise ps.PlanError("with fp16=True the loss is scaled: call set_optimizer(optimizer) before step")
-        for parameter in self.pipeline.parameters():
-            if parameter.grad is not None:  # of earlier steps
-                parameter.grad.mul_(self._scaler.get_scale())
-        overflow = True
-        try:
-            with torch.autocast(self.device.type, torch.float16):
-                loss: Tensor = self.pipeline.step(value).loss
-            self._scaler.unscale_(self._all_parameters)
-            overflow = self._scaler.update()
-        finally:
-            if overflow:
-                self.pipeline.zero_grad()
-        return loss, overflow
 
     def evaluate(self, inputs: Mapping[str, Any], batch_size: int | None = None) -> float:
         """The loss of a mini-batch of any size, without gradients; the same on all ranks."""
@@ -224,15 +225,22 @@ class Varuna(nn.Module):
     def checkpoint(
         self, global_store: str | Path, step: int | None = None, tempdir: str | Path | None = None, shard: bool = False
     ) -> Future[None] | None:
-        """Write ``varuna_ckpt_<step>`` to ``global_store``, a folder that all ranks share: one file per cut.
+        """Write a checkpoint to ``global_store``, a folder that all ranks share. Its files are the same at any depth:
 
-        Every rank calls it, after ``set_optimizer``. With ``tempdir`` it returns a future, which is done. The first
-        replica writes; ``shard`` has no effect.
+            varuna_ckpt_<step>/opt-fp32-params-<cut>    parameters and buffers, by the model's names
+                               opt-state-<cut>          the optimizer state of these parameters
+                               opt-common-state         optimizer options, loss scale, the ranks that write
+                               markers/complete_<rank>.txt
+
+        A cut is the part of the model between two CutPoints, active or not. Every rank calls it, after
+        ``set_optimizer``. The first replica writes; with ``shard``, the replicas write some of the cuts each. With
+        ``tempdir`` it returns a future, which is done.
         """
         step = self.iteration if step is None else step
         folder = Path(global_store) / f"varuna_ckpt_{step}"
-        writers = [ranks[0] for ranks in self.stage_to_rank_map.values()]
-        packed, state = self._required_optimizer().state_dict(), self.pipeline.state_dict()
+        writers = [rank for ranks in self.stage_to_rank_map.values() for rank in (ranks if shard else ranks[:1])]
+        _, packed, numbered = self._optimizer_state()
+        state = self.pipeline.state_dict()
 
         def begin() -> None:
             if self.rank == writers[0]:
@@ -242,27 +250,26 @@ class Varuna(nn.Module):
         def write() -> None:
             if self.rank not in writers:
                 return
-            values = {self._cuts.saved_as[name]: tensor for name, tensor in state.items()}
-            states = {name: packed["state"][i] for i, name in self._numbered() if i in packed["state"]}
-            for cut in map(self._cuts.layers.index, self.pipeline.plan.groups[self.stage]):
-                names = [name for name in values if self._cuts.cut_of[name] == cut]
+            values = {self._saved_as[name]: tensor for name, tensor in state.items()}
+            states = {name: packed["state"][i] for i, name in numbered if i in packed["state"]}
+            own = [self._layers.index(layer) for layer in self.pipeline.plan.groups[self.stage]]
+            for cut in own[self.rank_within_stage :: self.data_depth] if shard else own:
+                names = [name for name in values if self._cut_of[name] == cut]
                 _save({name: values[name] for name in names}, folder / f"opt-fp32-params-{cut}")
                 _save({name: states[name] for name in names if name in states}, folder / f"opt-state-{cut}")
             if self.rank == writers[0]:
                 skipped = ("params", "param_names")
                 groups = [{k: v for k, v in group.items() if k not in skipped} for group in packed["param_groups"]]
                 scaler = {} if self._scaler is None else self._scaler.state_dict()
-                common = {"step": step, "cuts": len(self._cuts.layers), "writers": writers}
+                common = {"step": step, "cuts": len(self._layers), "writers": writers}
                 _save({**common, "groups": groups, "scaler": scaler}, folder / "opt-common-state")
             (folder / "markers" / f"complete_{self.rank}.txt").write_text("complete\n")
 
         self._on_all_ranks(begin, f"begin {folder}")
         self._on_all_ranks(write, f"write {folder}")
-        if tempdir is None:
-            return None
         done: Future[None] = Future()
         done.set_result(None)
-        return done
+        return None if tempdir is None else done
 
     def load_checkpoint(self, global_store: str | Path, iteration: int, check_complete: bool = True) -> None:
         """Resume from a checkpoint of any depth: parameters, buffers, optimizer state and loss scale.
@@ -270,40 +277,56 @@ class Varuna(nn.Module):
         Every rank calls it, after ``set_optimizer``.
         """
         folder = Path(global_store) / f"varuna_ckpt_{iteration}"
-        optimizer, names = self._required_optimizer(), list(self.pipeline.state_dict())
-        read = self._on_all_ranks(lambda: self._cuts.read(folder, names, check_complete), f"read {folder}")
-        state, states, common = read
-        self.pipeline.load_state_dict(state)
+        optimizer, packed, numbered = self._optimizer_state()
+        saved = {name: self._saved_as[name] for name in self.pipeline.state_dict()}
+        values: dict[str, Tensor] = {}
+        states: dict[str, Any] = {}
+
+        def read() -> Any:
+            if not folder.is_dir():
+                there = sorted(path.name for path in folder.parent.glob("varuna_ckpt_*"))
+                raise ps.PlanError(f"{folder.parent} has no checkpoint {folder.name}: there are {there}")
+            common = _load(folder / "opt-common-state")
+            missing = [rank for rank in common["writers"] if not (folder / "markers" / f"complete_{rank}.txt").exists()]
+            if check_complete and missing:
+                raise ps.PipelineError(f"{folder} is not complete: ranks {missing} have not finished, use an older one")
+            if common["cuts"] != len(self._layers):
+                parts = f"{common['cuts']} parts between its cut points, but this one has {len(self._layers)}"
+                raise ps.PlanError(f"the checkpoint {folder} is of a model with {parts}")
+            for cut in sorted({self._cut_of[name] for name in saved.values()}):
+                values.update(_load(folder / f"opt-fp32-params-{cut}"))
+                states.update(_load(folder / f"opt-state-{cut}"))
+            lacking = [name for name in saved.values() if name not in values]
+            if lacking:
+                raise ps.PlanError(f"the checkpoint {folder} has no {lacking[0]}: it is of another model")
+            return common
+
+        common = self._on_all_ranks(read, f"read {folder}")
+        self.pipeline.load_state_dict({name: values[one] for name, one in saved.items()})
         self.iteration = iteration
-        packed = optimizer.state_dict()
-        if len(packed["param_groups"]) != len(common["groups"]):
-            raise ps.PlanError(
-                f"the optimizer has {len(packed['param_groups'])} groups of parameters, but the checkpoint's had "
-                f"{len(common['groups'])}: make the same groups on every rank, empty ones too"
-            )
-        for group, options in zip(packed["param_groups"], common["groups"], strict=True):
+        ours, theirs = packed["param_groups"], common["groups"]
+        if len(ours) != len(theirs):
+            groups = f"{len(ours)} groups of parameters, but the checkpoint's had {len(theirs)}"
+            raise ps.PlanError(f"the optimizer has {groups}: make the same groups on every rank, empty ones too")
+        for group, options in zip(ours, theirs, strict=True):
             group.update(options)
-        packed["state"] = {i: states[name] for i, name in self._numbered() if name in states}
+        packed["state"] = {i: states[name] for i, name in numbered if name in states}
         optimizer.load_state_dict(packed)
         if self._scaler is not None and common["scaler"] and not self._constant_scale:
             self._scaler.load_state_dict(common["scaler"])
 
-    def _required_optimizer(self) -> Optimizer:
+    def _optimizer_state(self) -> tuple[Optimizer, dict[str, Any], list[tuple[int, str]]]:
+        """The optimizer, its ``state_dict``, and the numbers of its parameters there with the names in checkpoints."""
         if self.optimizer is None:
             raise ps.PlanError("a checkpoint has the optimizer's state: call set_optimizer(optimizer) before")
-        return self.optimizer
-
-    def _numbered(self) -> list[tuple[int, str]]:
-        """The names under which the optimizer's parameters are saved, with their numbers in its ``state_dict``."""
-        names = {id(parameter): self._cuts.saved_as.get(name) for name, parameter in self.pipeline.named_parameters()}
-        groups = self._required_optimizer().param_groups
-        saved = [names.get(id(parameter)) for group in groups for parameter in group["params"]]
-        return [(i, name) for i, name in enumerate(saved) if name is not None]
+        names = {id(parameter): self._saved_as.get(name) for name, parameter in self.pipeline.named_parameters()}
+        saved = [names.get(id(parameter)) for group in self.optimizer.param_groups for parameter in group["params"]]
+        numbered = [(i, name) for i, name in enumerate(saved) if name is not None]
+        return self.optimizer, self.optimizer.state_dict(), numbered
 
     def _on_all_ranks(self, work: Callable[[], Any], purpose: str) -> Any:
         """The result of ``work``; where it fails on any rank, raise an error on all."""
-        result: Any = None
-        failure: Exception | None = None
+        result, failure = None, None
         try:
             result = work()
         except Exception as error:
@@ -312,18 +335,14 @@ class Varuna(nn.Module):
             raise failure or ps.PipelineError(f"another rank could not {purpose}: see its error")
         return result
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stage, under the model's names."""
         for name, parameter in self.pipeline.named_parameters():
             yield f"{prefix}.{name}" if prefix else name, parameter
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The buffers of this rank's stage, under the model's names."""
-        yield from self.partitioned_model.named_buffers(prefix, recurse, remove_duplicate)
+        yield from self.partitioned_model.named_buffers(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """The parameters and buffers of this rank's stage, under the model's names."""
@@ -354,64 +373,20 @@ def _arguments(inputs: Any) -> dict[str, Any]:
     return arguments
 
 
-# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Cuts:
-    """The cut and the name under which each tensor is saved, the same at any depth.
-
-        varuna_ckpt_<step>/opt-fp32-params-<cut>    parameters and buffers, by the model's names
-                           opt-state-<cut>          the optimizer state of these parameters
-                           opt-common-state         optimizer options, loss scale, the ranks that write
-                           markers/complete_<rank>.txt
-
-    A cut is the part of the model between two CutPoints, active or not. A tensor that several cuts use is saved once,
-    with the first of them.
-    """
-
-    def __init__(self, plan: ps.Plan) -> None:
-        chain = plan.require_chain()
-        self.layers = list(chain.layers)
-        self.saved_as: dict[str, str] = {}  # one name for all names of a tensor
-        self.cut_of: dict[str, int] = {}  # the first cut that has it
-        first: dict[int, str] = {}
-        for number, layer in enumerate(self.layers):
-            for name, tensor in chain.members(layer):
-                self.saved_as.setdefault(name, first.setdefault(id(tensor), name))
-                self.cut_of.setdefault(self.saved_as[name], number)
-        for tie in plan.ties:
-            one = min((self.saved_as[name] for name in tie.names), key=self.cut_of.__getitem__)
-            self.saved_as.update(dict.fromkeys(tie.names, one))
-
-    def read(
-        self, folder: Path, wanted: Iterable[str], check_complete: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-        """The tensors named ``wanted``, optimizer states by the names under which they are saved, the common state."""
-        if not folder.is_dir():
-            there = sorted(path.name for path in folder.parent.glob("varuna_ckpt_*"))
-            raise ps.PlanError(f"{folder.parent} has no checkpoint {folder.name}: there are {there}")
-        common: dict[str, Any] = _load(folder / "opt-common-state")
-        missing = [rank for rank in common["writers"] if not (folder / "markers" / f"complete_{rank}.txt").exists()]
-        if check_complete and missing:
-            raise ps.PipelineError(
-                f"the checkpoint {folder} is not complete: ranks {missing} have not written all of their part. Take an "
-                "earlier one"
-            )
-        if common["cuts"] != len(self.layers):
-            raise ps.PlanError(
-                f"the checkpoint {folder} is of a model with {common['cuts']} parts between its cut points, but this "
-                f"one has {len(self.layers)}"
-            )
-        saved = {name: self.saved_as[name] for name in wanted}
-        values: dict[str, Tensor] = {}
-        states: dict[str, Any] = {}
-        for cut in sorted({self.cut_of[name] for name in saved.values()}):
-            values |= _load(folder / f"opt-fp32-params-{cut}")
-            states |= _load(folder / f"opt-state-{cut}")
-        lacking = [name for name in saved.values() if name not in values]
-        if lacking:
-            raise ps.PlanError(f"the checkpoint {folder} has no {lacking[0]}: it is of another model")
-        return {name: values[one] for name, one in saved.items()}, states, common
+def _saved_names(plan: ps.Plan) -> tuple[dict[str, str], dict[str, int]]:
+    """The name under which each tensor is saved, one for all of its names, and the first cut that has it."""
+    chain = plan.require_chain()
+    saved_as: dict[str, str] = {}
+    cut_of: dict[str, int] = {}
+    first: dict[int, str] = {}
+    for number, layer in enumerate(chain.layers):
+        for name, tensor in chain.members(layer):
+            saved_as.setdefault(name, first.setdefault(id(tensor), name))
+            cut_of.setdefault(saved_as[name], number)
+    for tie in plan.ties:
+        one = min((saved_as[name] for name in tie.names), key=cut_of.__getitem__)
+        saved_as.update(dict.fromkeys(tie.names, one))
+    return saved_as, cut_of
 
 
 def _load(file: Path) -> Any:

@@ -34,6 +34,9 @@ class Ties:
     def __init__(self) -> None:
         self.copies: list[list[nn.Parameter]] = []  # per tie, the copies in this process
 
+    def align(self) -> None:
+        raise PlanError("under a mesh each rank's optimizer has that rank's own parameters: use pipe.parameters()")
+
     def sum_grads(self, number: int) -> None:
         raise NotImplementedError
 

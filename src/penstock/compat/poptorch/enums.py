@@ -40,7 +40,7 @@ def positive(name: str, value: int) -> int:
 OutputMode = IntEnum("OutputMode", "Final EveryN All Sum Default", start=0)
 # How blocks become stages where no stages are named: by their IPUs, or one stage per block.
 AutoStage = IntEnum("AutoStage", "SameAsIpu AutoIncrement", start=0)
-# Load in the calling thread, or ahead in a thread. AsyncRebatched loads as Async does.
+# Load in the calling thread, or ahead in a thread; with AsyncRebatched, streams lose no samples to several workers.
 DataLoaderMode = IntEnum("DataLoaderMode", "Sync Async AsyncRebatched", start=0)
 # The reduction of gradients over micro-batches and replicas.
 ReductionType = IntEnum("ReductionType", "Sum Mean NoReduction", start=0)
