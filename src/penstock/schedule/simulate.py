@@ -92,8 +92,7 @@ class Simulation:
         return tuple(max(kept for _, kept in curve) for curve in self.memory)
 
     def _repr_html_(self) -> str:
-        html: str = _registry.viz().simulation_html(self)
-        return html
+        return str(_registry.viz().simulation_html(self))
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edge] | None = None) -> Simulation:

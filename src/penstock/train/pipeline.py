@@ -19,8 +19,7 @@ from penstock.engine.failure.watch import Rendezvous, digest
 from penstock.engine.loss import Outputs, StepOutcome, check_outputs
 from penstock.errors import PlanError
 from penstock.schedule.costs import Costs
-from penstock.schedule.recompute import Recompute
-from penstock.schedule.schedule import Edge, Schedule
+from penstock.schedule.schedule import Edge, Recompute, Schedule
 from penstock.schedule.search import auto
 from penstock.schedule.simulate import Prediction, simulate
 from penstock.split.plan import Plan

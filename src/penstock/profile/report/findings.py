@@ -22,9 +22,8 @@ from penstock.errors import PenstockError, PlanError, ScheduleError
 from penstock.profile.trace.analysis import TraceData, milliseconds, plural, traced_messages, typical_steps
 from penstock.profile.trace.records import ActionRecord, RankRecord, StepRecord, covered_seconds, pending_backwards
 from penstock.schedule.costs import Costs
-from penstock.schedule.recompute import with_recompute
 from penstock.schedule.registry import SCHEDULES, build
-from penstock.schedule.schedule import BACKWARD, Action, Schedule
+from penstock.schedule.schedule import BACKWARD, Action, Schedule, with_recompute
 from penstock.schedule.search import auto
 from penstock.schedule.simulate import Simulation, simulate
 from penstock.split.balance import partition
