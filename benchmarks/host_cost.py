@@ -89,7 +89,7 @@ def our_runner(schedule: Schedule, rank: int = RANK) -> Runner:
             assert a != b, "the middle of a pipeline has no edge within a rank"
             metas, present = [meta] * schedule.num_microbatches, [[True]] * schedule.num_microbatches
             forward[src, dst] = ForwardChannel(endpoint(a, b, "F"), f"stage {src}", metas)
-            backward[dst, src] = BackwardChannel(endpoint(b, a, "B"), f"stage {dst}", metas, present)
+            backward[dst, src] = BackwardChannel(endpoint(b, a, "B"), metas, present)
     wiring = Bindings(stages, make_slots(program, stages), forward, backward, PipelineIO())
     return compile_program(program.instructions, wiring)
 

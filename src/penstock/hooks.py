@@ -9,7 +9,6 @@ Training scripts do not need them. Like the names of ``penstock`` itself they ar
 - ``cut_points``, ``begin_block_of``, ``remove_begin_block``, ``mentions_marks``, ``recorder``: the marks of a model;
 - ``bind_arguments``: a call's arguments by name;
 - ``Prefetcher``: an iterator that runs ahead in a thread;
-- ``HookBucket``: the argument of a communication hook of ``DistributedDataParallel``;
 - ``grad_norm``, ``clip_grad_norm``: the norm of gradients with a reduction over ranks of the caller's;
 - ``DeferredStatistics``: BatchNorm statistics of several forwards, committed together;
 - ``find_loss``: the loss in the output of a model that computes it;
@@ -26,7 +25,6 @@ from penstock.engine.loss import find_loss
 from penstock.engine.message import flatten as tree_flatten
 from penstock.engine.message import unflatten as tree_unflatten
 from penstock.engine.recompute.batchnorm import DeferredStatistics
-from penstock.engine.replicas.ddp import HookBucket
 from penstock.engine.weightgrad import defer_weight_grad
 from penstock.format import parse_bytes
 from penstock.split import chain_of
@@ -44,7 +42,6 @@ from penstock.train.state import clip_grad_norm, grad_norm
 
 __all__ = [
     "DeferredStatistics",
-    "HookBucket",
     "LayerChain",
     "Prefetcher",
     "SkipError",

@@ -80,7 +80,7 @@ def forward(*messages: Message) -> tuple[ForwardChannel, FakeGroup]:
 
 
 def backward(meta: MessageMeta, present: Sequence[bool]) -> BackwardChannel:
-    return BackwardChannel(Endpoint(FakeGroup(), 1, CPU), "stage 1", [meta], [present])
+    return BackwardChannel(Endpoint(FakeGroup(), 1, CPU), [meta], [present])
 
 
 def is_short_path(ops: ChannelOps) -> bool:

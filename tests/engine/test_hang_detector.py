@@ -28,7 +28,7 @@ from penstock.engine.failure.status import (
     WaitChain,
     wait_chain,
 )
-from penstock.engine.runner import Runner
+from penstock.engine.runner import CallInfo, Runner
 from penstock.schedule.lower import Instruction
 
 WORKS = Snapshot("works", "in 0F1", place=(0, 1, "0F1"), age=31.2)
@@ -54,7 +54,7 @@ def test_one_rank_waits_for_one_that_works() -> None:
 
 def test_a_chain_is_followed_to_its_end() -> None:
     snapshots = {0: WORKS, 1: waits(0, what="for 1RECV_F1 from"), 2: waits(1, what="until 2SEND_B0 is taken by")}
-    assert chain_of(snapshots, 2).text == (
+    assert chain_of(snapshots, 2)[0] == (
         "rank 2 waits until 2SEND_B0 is taken by rank 1, which waits for 1RECV_F1 from rank 0, "
         "which has been in 0F1 for 31 s"
     )
@@ -62,7 +62,7 @@ def test_a_chain_is_followed_to_its_end() -> None:
 
 def test_a_cycle_is_named() -> None:
     snapshots = {0: waits(2), 1: waits(0), 2: waits(1)}
-    assert chain_of(snapshots, 2).text == (
+    assert chain_of(snapshots, 2)[0] == (
         "rank 2 waits for the loss from rank 1, which waits for the loss from rank 0, "
         "which waits for the loss from rank 2: they wait for each other"
     )
@@ -70,7 +70,7 @@ def test_a_cycle_is_named() -> None:
 
 def test_a_cycle_further_on_is_named() -> None:
     snapshots = {0: waits(1), 1: waits(0), 2: waits(1)}
-    assert chain_of(snapshots, 2).text.endswith("which waits for the loss from rank 1: they wait for each other")
+    assert chain_of(snapshots, 2)[0].endswith("which waits for the loss from rank 1: they wait for each other")
 
 
 def test_of_several_ranks_the_one_that_does_not_wait_is_named() -> None:
@@ -119,7 +119,7 @@ def reports(detector: HangDetector, ages: list[float], caplog: pytest.LogCapture
     for age in ages:
         caplog.clear()
         with caplog.at_level(logging.WARNING, "penstock"):
-            assert detector.check(replace(waits(0), age=age), age, lambda: WaitChain("rank 1 waits", 0, WORKS)) is None
+            assert detector.check(replace(waits(0), age=age), age, lambda: ("rank 1 waits", 0, WORKS)) is None
         if caplog.messages:
             found.append(age)
     return found
@@ -144,15 +144,15 @@ def test_a_rank_that_works_is_not_reported(caplog: pytest.LogCaptureFixture) -> 
     detector = HangDetector(RankStatus(), HangLimits(10.0, 20.0))
     with caplog.at_level(logging.WARNING, "penstock"):
         for snapshot in (WORKS, Snapshot("idle", "a step")):
-            assert detector.check(replace(snapshot, age=1e6), 1e6, lambda: WaitChain("", 0, None)) is None
+            assert detector.check(replace(snapshot, age=1e6), 1e6, lambda: ("", 0, None)) is None
     assert not caplog.messages
 
 
 def test_a_timeout_is_a_cause_that_names_the_last_rank_of_the_chain() -> None:
     detector = HangDetector(RankStatus(), HangLimits(None, 30.0))
     found = replace(WORKS, stack="the stack")
-    assert detector.check(replace(waits(0), age=29.0), 29.0, lambda: WaitChain("rank 1 waits", 0, found)) is None
-    cause = detector.check(replace(waits(0), age=30.5), 30.5, lambda: WaitChain("rank 1 waits", 0, found))
+    assert detector.check(replace(waits(0), age=29.0), 29.0, lambda: ("rank 1 waits", 0, found)) is None
+    cause = detector.check(replace(waits(0), age=30.5), 30.5, lambda: ("rank 1 waits", 0, found))
     assert cause is not None
     error = cause.error()
     assert (error.rank, error.stage, error.microbatch, error.action) == (0, 0, 1, "0F1")
@@ -164,7 +164,7 @@ def test_a_timeout_is_a_cause_that_names_the_last_rank_of_the_chain() -> None:
 
 
 def runner_at(instruction: Instruction) -> Runner:
-    runner = Runner([lambda: None], [instruction])
+    runner = Runner([lambda: None], [instruction], [CallInfo()])
     runner.at = 0
     return runner
 

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.engine.offload.weights import ParamsKey, ParamTransfer, prefetch_plan
 from penstock.schedule.lower import Instruction, lower
-from penstock.schedule.provider import merge_ranks
 from penstock.schedule.registry import build
+from penstock.schedule.schedule import merge_ranks
 
 ALONE = {stage: [(stage,)] for stage in range(8)}
 

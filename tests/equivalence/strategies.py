@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from penstock.schedule.recompute import MODES
+from penstock.schedule.schedule import MODES
 from tests.equivalence.models import LAYERS, TRAINING, Case, stages_for
 from tests.equivalence.skip_models import SkipCase
 

@@ -16,7 +16,7 @@ from penstock.errors import ScheduleError
 from penstock.profile.report.findings import CAUSES, analyze, idle_times, memory_peak
 from penstock.profile.trace.records import ActionRecord, RankRecord, StepRecord, WaitRecord
 from penstock.schedule import SCHEDULES, Costs, build, simulate
-from penstock.schedule.recompute import with_recompute
+from penstock.schedule.schedule import with_recompute
 from tests.profile.test_trace import pipeline
 from tests.profile.test_trace_files import example
 from tests.support.models import batch, labels

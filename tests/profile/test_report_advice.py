@@ -11,7 +11,7 @@ import penstock as ps
 from penstock.profile.report.findings import MIN_SAVING, Advice, analyze, better_cut, recut
 from penstock.profile.trace.records import StepRecord, Track
 from penstock.schedule import Costs, auto, build, simulate
-from penstock.schedule.recompute import with_recompute
+from penstock.schedule.schedule import with_recompute
 from tests.profile.test_report import plan, traced
 from tests.profile.test_trace import pipeline
 from tests.profile.test_trace_files import example

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from penstock.schedule.provider import ScheduleProvider, merge_ranks
+from penstock.schedule.provider import ScheduleProvider
 from penstock.schedule.registry import SCHEDULES, build
-from penstock.schedule.schedule import Action, Schedule
+from penstock.schedule.schedule import Action, Schedule, merge_ranks
 from penstock.schedule.verify import verify
 
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Costs, SearchResult, auto, build, simulate, verify
-from penstock.schedule.recompute import with_recompute
-from penstock.schedule.schedule import loop, vee
-from penstock.schedule.search.list_scheduler import list_schedule
+from penstock.schedule.schedule import loop, vee, with_recompute
 from penstock.schedule.search.lower_bound import lower_bound, memory_bound_period, memory_time, recompute_choices
 from penstock.schedule.search.orders import fixed_schedules, sequential_orders
-from penstock.schedule.search.place_weight_grads import evaluate
+from penstock.schedule.search.place_weight_grads import evaluate, list_schedule
 from penstock.schedule.search.problem import Problem, make_problem
 from tests.schedule.memory_check import fits_all
 from tests.schedule.samples import placed

@@ -13,19 +13,23 @@ from hypothesis import strategies as st
 
 from penstock.schedule import Costs
 from penstock.schedule.schedule import loop, vee
-from penstock.schedule.search import extend, first_order
+from penstock.schedule.search import extend
 from penstock.schedule.search.justify import Justification, justify
-from penstock.schedule.search.list_scheduler import list_schedule
-from penstock.schedule.search.op_graph import NodeTable, OpGraph
+from penstock.schedule.search.lower_bound import recompute_choices
 from penstock.schedule.search.orders import sequential_orders
-from penstock.schedule.search.place_weight_grads import evaluate
+from penstock.schedule.search.place_weight_grads import evaluate, list_schedule
 from penstock.schedule.search.problem import B, F, Orders, Problem, make_problem
-from penstock.schedule.search.tabu import tabu_search
+from penstock.schedule.search.tabu import NodeTable, OpGraph, tabu_search
 from tests.schedule.memory_check import fits_all
 from tests.schedule.test_search import cases
 from tests.schedule.test_search import problem_of as of_case
 
 pytestmark = pytest.mark.slow
+
+
+def first_order(problem: Problem) -> Orders:
+    """Orders that fit, without a search."""
+    return list_schedule(recompute_choices(problem)[0])[1]
 
 
 def problem_of(costs: Costs, placement: tuple[int, ...], m: int, cap: float | None = None) -> Problem:

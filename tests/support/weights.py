@@ -29,8 +29,8 @@ class LateWeights(HostWeights):
         self.most = max(self.most, self.bytes_on_device())
 
     def bytes_on_device(self) -> int:
-        hosted = [one for params in self._params.values() for one in params.hosted.values()]
-        return sum(one.on_device.untyped_storage().nbytes() for one in hosted)
+        on_device = [tensor for params in self._params.values() for _, tensor in params.hosted.values()]
+        return sum(tensor.untyped_storage().nbytes() for tensor in on_device)
 
     def bytes_of(self, stage: int) -> int:
         return sum(parameter.nbytes for parameter in self.modules[stage].parameters())

@@ -72,7 +72,7 @@ def test_a_schedule_without_backward_does_not_train(schedule: Any) -> None:
 
 @pytest.mark.parametrize(
     ("p", "m", "says"),
-    [(3, 2, r"3 stages.*plan has 4"), (4, 3, r"3 micro-batches.*2")],
+    [(3, 2, r"3 stages.*pipeline has 4"), (4, 3, r"3 micro-batches.*2")],
     ids=["stages", "micro-batches"],
 )
 def test_a_schedule_for_another_pipeline_names_both_numbers(p: int, m: int, says: str) -> None:

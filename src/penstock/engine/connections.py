@@ -76,9 +76,7 @@ class Connections:
         found.control.wait_timer = self.wait_timer
         return found
 
-    def endpoints(
-        self, edges: Sequence[Edge], placement: Sequence[int], prefix: str, device: torch.device
-    ) -> Endpoints:
+    def endpoints(self, edges: Sequence[Edge], placement: Sequence[int], name: str, device: torch.device) -> Endpoints:
         """A group of two for every peer and direction in which this rank sends or receives."""
         wanted = set()
         for src, dst in edges:
@@ -89,7 +87,7 @@ class Connections:
         for a, b, direction in sorted(wanted):  # both ends make their groups in the same order
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
-                group = self.group(f"{prefix}{a}>{b}{direction}", (a, b), device)
+                group = self.group(f"{name}{a}>{b}{direction}", (a, b), device)
                 endpoints[a, b, direction] = Endpoint(group, peer, self.mesh.device, self.wait_timer)
                 with self.status.waiting([peer], "to connect with"):
                     endpoints[a, b, direction].connect(sender=self.rank == a)
@@ -108,10 +106,6 @@ class RankProgram:
     runner: Runner
     io: PipelineIO
     channels: tuple[Channel, ...]
-
-    def close(self) -> None:
-        for channel in self.channels:
-            channel.close()
 
 
 @dataclass
@@ -162,7 +156,25 @@ class ProgramCache:
             make = source.fill_drain if key[2] else source.training if key[1] else source.forward_only
             self._programs[key] = lower(make(key[0]), self.edges, with_headers=self.dynamic)[self.rank]
         program = self._programs[key]
-        forward, backward = self._channels(header, endpoints)
+        dynamic = {key: DynamicEndpoint(endpoint, self.staged[key]) for key, endpoint in endpoints.items()}
+        forward: dict[Edge, Channel] = {}
+        backward: dict[Edge, Channel] = {}
+        for src, dst in self.edges:
+            a, b = self.placement[src], self.placement[dst]
+            if self.rank not in (a, b):
+                continue
+            if a == b:
+                forward[src, dst] = LocalChannel(len(header.sizes), self.device, self.device)
+                backward[dst, src] = LocalChannel(len(header.sizes), self.device, self.device)
+            elif self.dynamic:
+                forward[src, dst] = DynamicForwardChannel(dynamic[a, b, "F"], f"stage {src}", dynamic.values())
+                backward[dst, src] = DynamicBackwardChannel(dynamic[b, a, "B"], f"stage {dst}", dynamic.values())
+            else:
+                metas = [header.crossing[src, dst][kind] for kind in header.kinds]  # per micro-batch
+                forward[src, dst] = ForwardChannel(endpoints[a, b, "F"], f"stage {src}", metas)
+                if header.training:
+                    present = [header.gradients[src, dst][kind] for kind in header.kinds]
+                    backward[dst, src] = BackwardChannel(endpoints[b, a, "B"], metas, present)
         loss = self.stages[max(self.stages)].loss
         io = PipelineIO(seed=None if loss is None else loss.seed)
         # Gradients of weights that live on the host leave the device with them: no reduction may be in flight then.
@@ -172,30 +184,6 @@ class ProgramCache:
         channels = (*forward.values(), *backward.values())
         return RankProgram(compile_program(program.instructions, bindings), io, channels)
 
-    def _channels(self, header: StepHeader, endpoints: Endpoints) -> tuple[dict[Edge, Channel], dict[Edge, Channel]]:
-        count = len(header.sizes)
-        dynamic = {key: DynamicEndpoint(endpoint, self.staged[key]) for key, endpoint in endpoints.items()}
-        forward: dict[Edge, Channel] = {}
-        backward: dict[Edge, Channel] = {}
-        for src, dst in self.edges:
-            a, b = self.placement[src], self.placement[dst]
-            if self.rank not in (a, b):
-                continue
-            if a == b:
-                forward[src, dst] = LocalChannel(count, self.device, self.device)
-                backward[dst, src] = LocalChannel(count, self.device, self.device)
-                continue
-            if self.dynamic:
-                forward[src, dst] = DynamicForwardChannel(dynamic[a, b, "F"], f"stage {src}", dynamic.values())
-                backward[dst, src] = DynamicBackwardChannel(dynamic[b, a, "B"], f"stage {dst}", dynamic.values())
-                continue
-            metas = [header.crossing[src, dst][kind] for kind in header.kinds]  # per micro-batch
-            forward[src, dst] = ForwardChannel(endpoints[a, b, "F"], f"stage {src}", metas)
-            if header.training:
-                present = [header.gradients[src, dst][kind] for kind in header.kinds]
-                backward[dst, src] = BackwardChannel(endpoints[b, a, "B"], f"stage {dst}", metas, present)
-        return forward, backward
-
     def reschedule(self, source: ScheduleProvider) -> None:
         self._clear()
         self._programs.clear()
@@ -203,7 +191,8 @@ class ProgramCache:
 
     def _clear(self) -> None:
         for program in (*self._compiled.values(), *([] if self._first is None else [self._first])):
-            program.close()
+            for channel in program.channels:
+                channel.close()
         self._compiled.clear()
         self._first = None
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from penstock.engine.channel.base import ChannelError, WaitTimer, uses_nccl
 from penstock.engine.channel.control import NORM, NUMBER, STATE, STEP, TRACE, ControlChannel
 from penstock.engine.connections import Connections, MeshCoordinates, ProgramCache
-from penstock.engine.executor import Executor, PipelineCall, apply_call, with_training_modes
+from penstock.engine.executor import Executor, GradStash, PipelineCall, apply_call, with_training_modes
 from penstock.engine.failure.status import LOSS, NEXT_BATCH, REDUCE_GRADS
 from penstock.engine.failure.watch import PipelineStopped, Rendezvous, pipeline_config
 from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import Outputs, StepOutcome, check_joinable
-from penstock.engine.message import BorrowedInputs, Message, backward_inputs, flatten, input_edges, unflatten
+from penstock.engine.message import BorrowedInputs, Grads, Message, backward_inputs, flatten, input_edges, unflatten
 from penstock.engine.microbatch import split_inputs, split_targets
 from penstock.engine.recompute.batchnorm import RunningStatistics, commit_statistics
 from penstock.engine.recorder import AlignedClock, StepRecorder, measure_clock_offset
@@ -38,10 +38,6 @@ from penstock.split.plan import Plan
 T = TypeVar("T")
 
 _OR_ELSEWHERE = ", or on another rank of its pipeline, which sends them there: no rank was given any"
-_BACKWARD_PENDING = (
-    "what pipe.forward(…) returned has had no backward, and the other ranks wait for it: call backward on a loss of it "
-    "before anything else, or call the pipeline under torch.no_grad()"
-)
 _NO_INPUT = Message([], None, ())  # on a rank without the first stage
 
 
@@ -106,7 +102,7 @@ class DistributedExecutor(Executor):
             if not parallel:  # these were made equal before
                 self.replicas.broadcast(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
             if not self.norms:
-                self.statistics = RunningStatistics(modules.values(), self.replicas.gather)
+                self.statistics = RunningStatistics(modules.values(), self.replicas.control.gather)
             if self.loss is not None:
                 self.loss.replicas = self.replicas
         self.status.phase = NEXT_BATCH
@@ -114,13 +110,10 @@ class DistributedExecutor(Executor):
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
-        return self._timed("step", lambda: self._run_minibatch(value, targets, outputs, training=True))
+        return self._timed("step", lambda: self._run_minibatch(value, targets, outputs, training=True, loss=True))
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
-        """The outputs are on the rank of the last stage, the loss on every rank.
-
-        All replicas take part where there is a loss, and each by itself where none is wanted.
-        """
+        """Outputs are on the last stage's rank, the loss on every rank; replicas take part where a loss is wanted."""
         return self._timed("evaluate", lambda: self._run_minibatch(value, targets, outputs, training=False, loss=loss))
 
     def _timed(self, kind: str, work: Callable[[], StepOutcome]) -> StepOutcome:
@@ -130,11 +123,9 @@ class DistributedExecutor(Executor):
         self.bubble = None if self.device.type == "cuda" else self.wait_timer.seconds / (perf_counter() - start)
         return outcome
 
-    def _run_minibatch(
-        self, value: Any, targets: Any, outputs: Outputs, *, training: bool, loss: bool = True
-    ) -> StepOutcome:
+    def _run_minibatch(self, value: Any, targets: Any, outputs: Outputs, training: bool, loss: bool) -> StepOutcome:
         with self.recording_span("announce"):
-            header, messages = self.announce(value, targets, training=training)
+            header, messages = self.announce(value, targets, training, caller_loss=False)
         sizes, end = header.sizes, self.loss
         if not training:
             messages = [message._replace(wants=()) for message in messages]
@@ -170,14 +161,12 @@ class DistributedExecutor(Executor):
         kept = None if end is None else end.take_outputs()
         return StepOutcome(total, factor if training else None, kept, samples, len(sizes))
 
-    def announce(
-        self, value: Any, targets: Any, *, training: bool, caller_loss: bool = False
-    ) -> tuple[StepHeader, list[Message]]:
+    def announce(self, value: Any, targets: Any, training: bool, caller_loss: bool) -> tuple[StepHeader, list[Message]]:
         """Agree with the other ranks on the next mini-batch; on the first rank, split it into micro-batches."""
         self.status.phase = NEXT_BATCH
         given = targets is not None
         if self.rank != self.first_rank:
-            return self.protocol.receive(training, caller_context(), value, given, caller_loss), []
+            return self.protocol.receive(training, value, given, caller_loss), []
         try:
             value = self.protocol.fetch_inputs() if value is None else value
             if value is None:
@@ -188,11 +177,9 @@ class DistributedExecutor(Executor):
         except PlanError as error:
             self.protocol.reject(str(error))
             raise StepRejected(str(error)) from error
-        return self.protocol.announce(training, caller_context(), sizes, messages, given, caller_loss), messages
+        return self.protocol.announce(training, sizes, messages, given, caller_loss), messages
 
-    def _run_program(
-        self, header: StepHeader, messages: Sequence[Message], *, grad: bool
-    ) -> list[Sequence[Tensor | None]] | None:
+    def _run_program(self, header: StepHeader, messages: Sequence[Message], *, grad: bool) -> list[Grads] | None:
         """Run the program; returns the gradients of the inputs, where the first stage is."""
         run_name = self.next_run_name(training=grad)
         if not header.sizes:
@@ -231,13 +218,10 @@ class DistributedExecutor(Executor):
     def committing_statistics(self, *, training: bool) -> Iterator[None]:
         """Commit BatchNorm statistics unless the run fails; in a step, those of all replicas."""
         statistics = self.statistics if training else None
-        if statistics is not None:
-            statistics.begin()
-        gather = self.replicas.gather if self.replicas is not None and training else None
-        with commit_statistics(self.norms, gather) if self.norms else nullcontext():
+        combining = nullcontext() if statistics is None else statistics.combining()
+        gather = self.replicas.control.gather if self.replicas is not None and training else None
+        with combining, commit_statistics(self.norms, gather) if self.norms else nullcontext():
             yield
-        if statistics is not None:
-            statistics.commit()
 
     def _broadcast_loss(self) -> tuple[Tensor | None, float | None, int]:
         """Loss, gradient factor and samples, from the rank of the last stage to all ranks."""
@@ -307,9 +291,6 @@ class DistributedExecutor(Executor):
         parts = self._gather({name: to_full(tensor).cpu() for name, tensor in state.items()}, STATE)
         return {name: tensor for part in reversed(parts) for name, tensor in part.items()}  # the first rank's wins
 
-    def align_ties(self) -> None:
-        raise PlanError("under a mesh each rank's optimizer has that rank's own parameters: use pipe.parameters()")
-
     def _gather(self, value: Any, call: int) -> list[Any]:
         """Every rank's value, on every rank; ``call`` names the operation that this is a part of."""
         with self.control.in_call(call):
@@ -362,7 +343,10 @@ class DistributedExecutor(Executor):
         try:
             with self.watch:
                 if self.pending is not call:
-                    raise PlanError(_BACKWARD_PENDING)
+                    raise PlanError(
+                        "what pipe.forward(…) returned has had no backward, and the other ranks wait for it: call "
+                        "backward on a loss of it before anything else, or call the pipeline under torch.no_grad()"
+                    )
                 result = work()
                 self.control.wait_sends()
             return result
@@ -441,9 +425,7 @@ class _PendingBackward(PipelineCall):
             self.recorder = self.executor.current_recorder
             return self.executor.guarded(lambda: self._forward(inputs), self)  # type: ignore[no-any-return]
 
-    def backward(
-        self, seeds: Sequence[Sequence[Tensor | None]]
-    ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
+    def backward(self, seeds: Sequence[Grads]) -> tuple[list[Grads], dict[int, Tensor]]:
         """Run this rank's backwards; returns the gradients of the inputs, where it has the first stage."""
         executor = self.executor
         if executor.pending is not self:
@@ -470,11 +452,12 @@ class _PendingBackward(PipelineCall):
                 self._backward([()] * self.count)
         return outputs
 
-    def _backward(self, seeds: Sequence[Sequence[Tensor | None]]) -> list[Sequence[Tensor | None]]:
+    def _backward(self, seeds: Sequence[Grads]) -> list[Grads]:
         executor, io = self.executor, self.io
         io.seed = seeds.__getitem__
         io.grads = [()] * self.count
-        with executor.accumulating(), with_training_modes(self.modes), executor.ties.reducing():
+        stash = GradStash(executor.parameters(), apart=executor.replicas is not None)
+        with executor.fp32 or nullcontext(), stash, with_training_modes(self.modes), executor.ties.reducing():
             executor.run(self.halves[1], self.context, self.count, self.run_name, grad=False)
             if executor.reducer is not None:
                 executor.reducer.finish()

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.engine.forward_context import caller_context
 from penstock.engine.loss import LossAndOutputs, ModelLoss, Outputs, StepOutcome
-from penstock.engine.message import Message, Spec, unflatten
+from penstock.engine.message import Grads, Message, Spec, unflatten
 from penstock.engine.microbatch import join
 from penstock.engine.recompute.batchnorm import deferred_statistics_of
 from penstock.engine.recorder import StepRecorder
@@ -138,12 +138,6 @@ class Executor(ABC):
     def reschedule(self, source: ScheduleProvider) -> None:
         """Use another order from the next step on. Under a mesh all ranks do so between the same steps."""
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Around a backward that adds to ``.grad``; one that fails leaves no gradient where there was none."""
-        with self.fp32 or nullcontext(), GradStash(self.parameters(), apart=self.replicas is not None):
-            yield
-
     def weights_in_use(self) -> AbstractContextManager[None]:
         """Around a run: weights that live on the host are moved to their devices as stages need them."""
         return nullcontext() if self.weights is None else self.weights.run()
@@ -165,10 +159,6 @@ class Executor(ABC):
     def gather_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state of all ranks' stages, of which ``state`` is this process's."""
         return state
-
-    @abstractmethod
-    def align_ties(self) -> None:
-        """Copy tied parameters' values from the model's own to their copies on other devices."""
 
     # ── recording ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -276,9 +266,7 @@ class PipelineCall(ABC):
         """The output of each micro-batch."""
 
     @abstractmethod
-    def backward(
-        self, seeds: Sequence[Sequence[Tensor | None]]
-    ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
+    def backward(self, seeds: Sequence[Grads]) -> tuple[list[Grads], dict[int, Tensor]]:
         """The gradients of the inputs, per micro-batch, and of the parameters, by identity."""
 
 
@@ -326,22 +314,17 @@ class _PipelineFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call: PipelineCall = ctx.call
-        columns = {i: _split_grad(grads[at], shapes) for (i, at), shapes in zip(ctx.want, ctx.shapes, strict=True)}
+        columns: dict[int, Grads] = {}
+        for (i, at), shapes in zip(ctx.want, ctx.shapes, strict=True):  # split as the outputs were joined
+            grad = grads[at]
+            if grad is None or len(shapes) == 1:
+                columns[i] = [grad] * len(shapes)
+            else:
+                columns[i] = torch.split(grad, [shape[0] for shape in shapes]) if shapes[0] else grad.unbind()
         seeds = [[columns[i][k] for i in wants] for k, wants in enumerate(ctx.wants)]
         input_grads, parameter_grads = call.backward(seeds)
         flat = [grad for row in input_grads for grad in row]
         return None, None, *flat, *(parameter_grads.get(id(p)) for p in call.parameters)
-
-
-def _split_grad(grad: Tensor | None, shapes: Sequence[torch.Size]) -> Sequence[Tensor | None]:
-    """The gradient of a joined output, split as the output was joined."""
-    if grad is None:
-        return [None] * len(shapes)
-    if len(shapes) == 1:
-        return [grad]
-    if not shapes[0]:
-        return grad.unbind()
-    return torch.split(grad, [shape[0] for shape in shapes])
 
 
 @contextmanager

@@ -43,6 +43,7 @@ class _ForwardState(threading.local):
     checkpointing = False
     recomputing = False
     keeper: Any = None  # the ``KeptValues`` of a forward that will be recomputed
+    rng_session: Any = None  # the ``_RngSession`` of a forward whose modules draw random numbers
 
 
 forward_state = _ForwardState()

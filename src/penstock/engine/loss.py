@@ -44,11 +44,7 @@ class LossRule:
     call: Callable[[Any, Any], Any] | None  # None: the model computes its loss
     reduction: str  # "mean", "sum" or "counted"
     count: Callable[[Any], Tensor] | None = None
-    alone: bool = False  # whether ``call`` takes the output alone
-
-    @property
-    def wants_targets(self) -> bool:
-        return self.call is not None and not self.alone
+    wants_targets: bool = True
 
     def denominator(self, sizes: Sequence[int], targets: Sequence[Any]) -> float | Tensor:
         """The mini-batch's number of samples, or its count of targets; 1 for a sum."""
@@ -79,14 +75,14 @@ def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) 
     if found not in ("mean", "sum"):
         raise PlanError(f"loss_fn has reduction={found!r}, but a step needs one number: use 'mean' or 'sum'")
     if loss_fn is None:
-        return LossRule(None, found)
+        return LossRule(None, found, wants_targets=False)
     try:
         parameters = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):  # some of torch's functions have no signature
         parameters = {}.values()
     kinds = [parameter.kind for parameter in parameters if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
     if kinds in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD]):
-        return LossRule(lambda output, _: loss_fn(output), found, alone=True)
+        return LossRule(lambda output, _: loss_fn(output), found, wants_targets=False)
     if found == "sum" or function not in _COUNTED:
         return LossRule(loss_fn, found)
     call = functools.partial(function, **{**options, "reduction": "sum"})
@@ -367,15 +363,18 @@ class LossAndOutputs:
     def finish(self) -> tuple[Tensor | None, float | None]:
         """The loss of the mini-batch, and the factor to multiply all gradients by, if the loss returned counts."""
         self._receive_weights()
-        # Half-precision losses are added up in single precision.
-        losses = [
-            loss.reshape(()).float() if loss.dtype.itemsize < 4 else loss.reshape(())
-            for loss in self.losses
-            if loss is not None
-        ]
         if not self.wants_loss:
             return None, None
-        total = self._sum(losses) if losses else torch.zeros(())
+        losses = [loss.reshape(()) for loss in self.losses if loss is not None]
+        # Half-precision losses are added up in single precision.
+        losses = [loss.float() if loss.dtype.itemsize < 4 else loss for loss in losses]
+        if self.counts and len(self.counts) != len(losses):
+            raise PlanError("loss_fn returned (sum, count) for some micro-batches and a loss alone for others")
+        stacked = torch.stack(losses) if losses else torch.zeros(1)
+        if losses and not self.counts and not self.model_loss.counts:
+            weights = [w.to(stacked) if isinstance(w, Tensor) else stacked.new_tensor(w) for w in self.weights]
+            stacked = stacked * torch.stack(weights)
+        total = stacked.sum()
         dtype, count = total.dtype, sum(float(count) for count in self.counts)
         counted, present = float(bool(self.counts)), float(bool(losses))
         if self.replicas is not None:  # of which one may have no samples
@@ -389,20 +388,9 @@ class LossAndOutputs:
             total = total * (factor / self.batch)
         return (total.to(dtype), factor) if present else (None, None)
 
-    def _sum(self, losses: Sequence[Tensor]) -> Tensor:
-        """The weighted sum of the micro-batches' losses."""
-        if self.counts and len(self.counts) != len(losses):
-            raise PlanError("loss_fn returned (sum, count) for some micro-batches and a loss alone for others")
-        stacked = torch.stack(list(losses))
-        if self.counts or self.model_loss.counts:
-            return stacked.sum()
-        weights = [w.to(stacked) if isinstance(w, Tensor) else stacked.new_tensor(w) for w in self.weights]
-        return (stacked * torch.stack(weights)).sum()
-
     def take_outputs(self) -> Any:
         """The outputs that were kept; nothing of the mini-batch is kept here any longer."""
-        kept = self.kept
-        joined = None if kept is None else self.model_loss.merge(kept.result())
+        joined = None if self.kept is None else self.model_loss.merge(self.kept.result())
         self.clear()
         return joined
 

@@ -28,6 +28,8 @@ class TupleSpec:
 
 Spec: TypeAlias = "pytree.TreeSpec | TupleSpec | None"
 
+Grads: TypeAlias = Sequence[Tensor | None]  # gradients that go back over an edge; None where a tensor gets none
+
 LEAF: Spec = None  # the structure of a single tensor, by far the most common value: no pytree is walked for it
 
 
@@ -76,32 +78,27 @@ class Message(NamedTuple):
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return self._replace(leaves=leaves)
 
-    def isolated(self) -> Message:
-        """The same value, detached and with version counters of its own.
-
-        Micro-batches are views of one tensor and share its version counter: a stage that changes one of them in place
-        would invalidate tensors saved of the others.
-        """
-        leaves = [unsafe_view(leaf.detach(), leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return self._replace(leaves=leaves)
-
 
 class BorrowedInputs:
-    """The caller's messages, isolated, for stages to run on. Their memory is the caller's.
+    """The caller's messages, detached and with version counters of their own, for stages to run on.
 
-    A change in place must be seen by every graph that has saved the tensor: when a stage changed it, the caller's graph
-    learns at the end of the block; when the caller changed it before the backward, ``check_unchanged`` tells the
-    stages' graphs.
+    Micro-batches are views of one tensor and share its version counter: a stage that changes one of them in place would
+    invalidate tensors saved of the others. Their memory is the caller's, and a change in place must be seen by every
+    graph that has saved the tensor: when a stage changed it, the caller's graph learns at the end of the block; when
+    the caller changed it before the backward, ``check_unchanged`` tells the stages' graphs.
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
-        self.messages = [message.isolated() for message in messages]
-        self._pairs = [
-            (ours, theirs)
-            for message, own in zip(self.messages, messages, strict=True)
-            for ours, theirs in zip(message.leaves, own.leaves, strict=True)
-            if isinstance(ours, Tensor) and not ours.is_inference() and not theirs.is_inference()
-        ]
+        self.messages: list[Message] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        for message in messages:
+            leaves = list(message.leaves)
+            for i, theirs in enumerate(leaves):
+                if isinstance(theirs, Tensor):
+                    leaves[i] = ours = unsafe_view(theirs.detach(), theirs.shape)
+                    if not ours.is_inference() and not theirs.is_inference():
+                        self._pairs.append((ours, theirs))
+            self.messages.append(message._replace(leaves=leaves))
         self._versions: list[int] = []
 
     def __enter__(self) -> list[Message]:
@@ -142,7 +139,7 @@ def merge_messages(messages: Sequence[Message]) -> tuple[Message, list[int]]:
     return Message(leaves, spec, wants, shared), [len(message.wants) for message in messages]
 
 
-def split_grads(grads: Sequence[Tensor | None], sizes: Sequence[int]) -> list[Sequence[Tensor | None]]:
+def split_grads(grads: Grads, sizes: Sequence[int]) -> list[Grads]:
     """The gradients that go back over each edge."""
     return [grads[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
 
@@ -172,9 +169,7 @@ def input_edges(messages: Sequence[Message]) -> list[list[GradientEdge]]:
     return [[gradient_edge(message.leaves[i]) for i in message.wants] for message in messages]
 
 
-def backward_inputs(
-    edges: Sequence[Sequence[GradientEdge]], grads: Sequence[Sequence[Tensor | None]], factor: float | None
-) -> None:
+def backward_inputs(edges: Sequence[Sequence[GradientEdge]], grads: Sequence[Grads], factor: float | None) -> None:
     """Continue the backward into the caller's graph: gradients of micro-batches go to the mini-batch's tensors."""
     pairs = [
         (edge, grad if factor is None else grad * factor)
@@ -205,20 +200,16 @@ def detach_outputs(output: Any, *, stage: int | None = None) -> tuple[Message, S
                 roots.append(gradient_edge(leaf))
             leaves[i] = leaf.detach()
         elif stage is not None and type(leaf) not in PLAIN_TYPES:
-            _check_no_hidden_tensors(leaf, stage)
+            # An object that is not a pytree would carry its tensors' graph along, or lose their gradients.
+            members = {**getattr(leaf, "__dict__", {})}
+            members |= {name: getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ())}
+            hidden = [name for name, value in members.items() if isinstance(value, Tensor)]
+            if hidden:
+                raise PlanError(
+                    f"stage {stage} gives a {type(leaf).__name__} with a tensor in it ({hidden[0]}) to the next one: "
+                    "let tensors, and tuples, lists and dicts of tensors, cross between stages, or cut elsewhere"
+                )
     return Message(leaves, spec, wants, overlapping_leaves(leaves)), roots
-
-
-def _check_no_hidden_tensors(leaf: Any, stage: int) -> None:
-    """An object that is not a pytree would carry its tensors' graph along, or lose their gradients."""
-    members = {**getattr(leaf, "__dict__", {})}
-    members |= {name: getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ())}
-    hidden = [name for name, value in members.items() if isinstance(value, Tensor)]
-    if hidden:
-        raise PlanError(
-            f"stage {stage} gives a {type(leaf).__name__} with a tensor in it ({hidden[0]}) to the next one: let "
-            "tensors, and tuples, lists and dicts of tensors, cross between stages, or cut elsewhere"
-        )
 
 
 def detach_outputs_per_edge(
@@ -283,11 +274,8 @@ class TensorMeta:
         """The description of the contiguous tensor that is sent: dimensions in their order in memory."""
         return self if self.order is None else TensorMeta(tuple(self.shape[d] for d in self.order), self.dtype)
 
-    def to_memory(self, tensor: Tensor) -> Tensor:
-        return tensor if self.order is None else tensor.permute(self.order)
-
     def from_memory(self, tensor: Tensor) -> Tensor:
-        """The inverse of ``to_memory``."""
+        """The tensor of which ``tensor.permute(order)`` was sent."""
         if self.order is None:
             return tensor
         return tensor.permute(sorted(range(len(self.order)), key=self.order.__getitem__))

@@ -78,25 +78,24 @@ def join(values: Sequence[Any]) -> Any:
     """One value from the micro-batches' values: tensors are concatenated, those without dimensions stacked."""
     if len(values) == 1:
         return values[0]
-    for value in values:
-        if not can_join(value):
-            kinds = {type(leaf).__name__ for leaf in flatten(value)[0] if not isinstance(leaf, (Tensor, *PLAIN_TYPES))}
-            raise PlanError(
-                f"outputs with a {' and a '.join(sorted(kinds))} in them cannot be joined over micro-batches: return "
-                "tensors, or tuples, lists and dicts of tensors"
-            )
     flat = [flatten(value) for value in values]
+    others = [leaf for leaves, _ in flat for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN_TYPES))]
+    if others:
+        kinds = " and a ".join(sorted({type(leaf).__name__ for leaf in others}))
+        raise PlanError(
+            f"outputs with a {kinds} in them cannot be joined over micro-batches: return tensors, or tuples, lists and "
+            "dicts of tensors"
+        )
     specs = [spec for _, spec in flat]
     if any(spec != specs[0] for spec in specs):
         raise PlanError("the outputs of the micro-batches have different structures and cannot be joined")
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return unflatten([_join_leaf(column) for column in columns], specs[0])
-
-
-def _join_leaf(column: Sequence[Any]) -> Any:
-    if all(isinstance(leaf, Tensor) for leaf in column):
-        return torch.cat(list(column)) if column[0].dim() else torch.stack(list(column))
-    return column[0] if all(leaf == column[0] for leaf in column) else list(column)
+    joined: list[Any] = []
+    for column in zip(*(leaves for leaves, _ in flat), strict=True):
+        if all(isinstance(leaf, Tensor) for leaf in column):
+            joined.append(torch.cat(column) if column[0].dim() else torch.stack(column))
+        else:
+            joined.append(column[0] if all(leaf == column[0] for leaf in column) else list(column))
+    return unflatten(joined, specs[0])
 
 
 def split_inputs(

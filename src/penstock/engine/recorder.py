@@ -92,8 +92,7 @@ class ClockOffset(NamedTuple):
     error: float = 0.0
 
     def __add__(self, other: object) -> ClockOffset:
-        if not isinstance(other, ClockOffset):
-            return NotImplemented
+        assert isinstance(other, ClockOffset)
         return ClockOffset(self.value + other.value, self.error + other.error)
 
 
@@ -244,31 +243,20 @@ class RecordedProgram:
     """A runner's calls, some of which record more than the time; in its first run also the bytes that graphs save."""
 
     def __init__(
-        self,
-        runner: Runner,
-        clock: Callable[[], int],
-        saved: dict[int, int],
-        devices: DeviceClock,
-        *,
-        measure_saved: bool,
+        self, runner: Runner, clock: Callable[[], int], saved: dict[int, int], devices: DeviceClock, measure_saved: bool
     ) -> None:
         self.clock, self.saved, self.devices, self.measure_saved = clock, saved, devices, measure_saved
         pairs = zip(runner.instructions, runner.infos, strict=True)
         self.keys = [(instruction, info.kind, info.peer) for instruction, info in pairs]
         self.record = ProgramRecord(())  # of the current run
-        self.calls = [
-            self._wrap(at, call, info)
-            for at, (call, info) in enumerate(zip(runner.named_calls(), runner.infos, strict=True))
-        ]
-
-    def _wrap(self, at: int, call: Call, info: CallInfo) -> Call:
-        if info.payload is not None:
-            return partial(self._send, at, call, info.payload)
-        if info.engine is not None and info.engine.device.type == "cuda":
-            call = partial(self._launch, at, call, info.engine.device)
-        if info.engine is not None and self.measure_saved and info.engine.index not in self.saved:
-            return partial(self._measure_saved, at, call, info)
-        return call
+        self.calls = list(runner.named_calls())
+        for at, info in enumerate(runner.infos):
+            if info.payload is not None:
+                self.calls[at] = partial(self._send, at, self.calls[at], info.payload)
+            if info.engine is not None and info.engine.device.type == "cuda":
+                self.calls[at] = partial(self._launch, at, self.calls[at], info.engine.device)
+            if info.engine is not None and measure_saved and info.engine.index not in saved:
+                self.calls[at] = partial(self._measure_saved, at, self.calls[at], info)
 
     def _send(self, at: int, call: Call, payload: Callable[[], Any]) -> None:
         value = payload()
@@ -312,11 +300,7 @@ class StepRecorder:
     """Records ``steps`` runs (None: all) after the first ``skip``. A backward belongs to its call."""
 
     def __init__(
-        self,
-        devices: Iterable[torch.device],
-        steps: int | None,
-        skip: int,
-        clock: Callable[[], int] = perf_counter_ns,
+        self, devices: Iterable[torch.device], steps: int | None, skip: int, clock: Callable[[], int] = perf_counter_ns
     ) -> None:
         self.clock = clock
         self.remaining = steps
@@ -366,7 +350,12 @@ class StepRecorder:
         """``runner.run``, recorded."""
         run = self.now
         assert run is not None
-        program = self._program(runner)
+        # The calls are made for the first run, again for the second without measuring saved bytes, and then kept.
+        program, profiled = runner.recorded_calls, profiler_enabled()
+        known = isinstance(program, RecordedProgram) and program.saved is self.saved
+        if not isinstance(program, RecordedProgram) or not known or program.measure_saved or profiled:
+            program = RecordedProgram(runner, self.clock, self.saved, self.devices, not known)
+            runner.recorded_calls = None if profiled else program
         record = program.record = ProgramRecord(program.keys)
         run.programs.append(record)
         stamps, clock = record.stamps, self.clock
@@ -375,16 +364,6 @@ class StepRecorder:
             call()
         stamps[-1] = clock()
         runner.at = -1
-
-    def _program(self, runner: Runner) -> RecordedProgram:
-        """The runner's calls: made for its first run, again for its second without measuring saved bytes, then kept."""
-        program, profiled = runner.recorded_calls, profiler_enabled()
-        known = isinstance(program, RecordedProgram) and program.saved is self.saved
-        if isinstance(program, RecordedProgram) and known and not program.measure_saved and not profiled:
-            return program
-        made = RecordedProgram(runner, self.clock, self.saved, self.devices, measure_saved=not known)
-        runner.recorded_calls = None if profiled else made
-        return made
 
     def finish(self, error: BaseException | None = None) -> None:
         """Stop recording, and wait for the GPUs. After an error, one that cannot be asked is left out."""

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor
 from torch.profiler import record_function
 
 from penstock._torch import profiler_enabled
 from penstock.engine.channel.base import Channel
 from penstock.engine.failure.status import ProgramPosition
-from penstock.engine.message import Message, merge_messages
+from penstock.engine.message import Grads, Message, merge_messages
 from penstock.engine.offload.activations import prefetch_points
 from penstock.engine.stage import Slot, StageEngine
 from penstock.schedule.lower import Instruction
@@ -27,7 +26,7 @@ from penstock.schedule.schedule import COMPUTE
 Call = Callable[[], None]
 Receive = Callable[[], Any]  # a message, or gradients
 Send = Callable[[Any], None]
-BackwardFn = Callable[[Sequence[Tensor | None], Slot], None]
+BackwardFn = Callable[[Grads, Slot], None]
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -60,8 +59,8 @@ class PipelineIO:
 
     inputs: list[Message] = field(default_factory=list)
     outputs: list[Message | None] | None = None
-    seed: Callable[[int], Sequence[Tensor | None]] | None = None  # gradients of the last stage's outputs
-    grads: list[Sequence[Tensor | None]] | None = None  # gradients of the first stage's inputs
+    seed: Callable[[int], Grads] | None = None  # gradients of the last stage's outputs
+    grads: list[Grads] | None = None  # gradients of the first stage's inputs
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Bindings:
     backward: Mapping[tuple[int, int], Channel]
     io: PipelineIO
     reduce: Callable[[int], None] | None = None
-    backward_fn: Callable[[StageEngine, Sequence[Tensor | None], Slot], None] | None = None  # None: the stage's own
+    backward_fn: Callable[[StageEngine, Grads, Slot], None] | None = None  # None: the stage's own
 
 
 class CallInfo(NamedTuple):
@@ -94,12 +93,9 @@ BoundCall = tuple[Call, Instruction, CallInfo]
 class Runner(ProgramPosition):
     """A compiled program of one rank."""
 
-    def __init__(
-        self, calls: Sequence[Call], instructions: Sequence[Instruction], infos: Sequence[CallInfo] | None = None
-    ) -> None:
+    def __init__(self, calls: Sequence[Call], instructions: Sequence[Instruction], infos: Sequence[CallInfo]) -> None:
         super().__init__(instructions)
-        self.calls = tuple(calls)
-        self.infos = (_OTHER,) * len(self.calls) if infos is None else tuple(infos)
+        self.calls, self.infos = tuple(calls), tuple(infos)
         self.recorded_calls: object = None  # the calls as the last recorder runs them
 
     def run(self) -> None:
@@ -122,8 +118,9 @@ class Runner(ProgramPosition):
         at = next(i for i, kind in enumerate(kinds) if kind in ("R", "B"))
         while at and kinds[at - 1] == "RECV_B":  # the backward waits for it
             at -= 1
-        parts = slice(at), slice(at, None)
-        first, second = (Runner(self.calls[at], self.instructions[at], self.infos[at]) for at in parts)
+        first, second = (
+            Runner(self.calls[part], self.instructions[part], self.infos[part]) for part in (slice(at), slice(at, None))
+        )
         return first, second
 
 
@@ -235,15 +232,11 @@ def _bind_action(instruction: Instruction, bindings: Bindings) -> list[BoundCall
         return [(call, instruction, work)]
     direction, channels = ("F", bindings.forward) if kind == "F" else ("B", bindings.backward)
     sources = [src for src, dst in sorted(channels) if dst == stage]
-    waits: list[BoundCall] = [
-        (
-            channels[src, stage].ops(k).wait_recv,
-            Instruction(f"RECV_{direction}", stage, k, src),
-            CallInfo("wait", peer=src),
-        )
-        for src in sources
-        if src not in bindings.stages
-    ]
+    waits: list[BoundCall] = []
+    for src in sources:
+        if src not in bindings.stages:
+            receive = Instruction(f"RECV_{direction}", stage, k, src)
+            waits.append((channels[src, stage].ops(k).wait_recv, receive, CallInfo("wait", peer=src)))
     receives = [channels[src, stage].ops(k).get for src in sources]
     if kind == "F":
         if not receives:

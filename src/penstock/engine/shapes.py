@@ -19,13 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from penstock._torch import BatchNorm, fake_tensor_mode, unsafe_view
 from penstock.engine.forward_context import CallerContext
-from penstock.engine.message import (
-    MessageMeta,
-    detach_outputs_per_edge,
-    mark_shared,
-    meta_of,
-    unflatten,
-)
+from penstock.engine.message import MessageMeta, detach_outputs_per_edge, mark_shared, meta_of, unflatten
 from penstock.errors import PlanError, text_of
 from penstock.split.sample import CountedOutput
 

@@ -27,6 +27,7 @@ from penstock._torch import run_backward, unsafe_view
 from penstock.engine.forward_context import CallerContext, MicroBatch, forward_state
 from penstock.engine.loss import LossAndOutputs
 from penstock.engine.message import (
+    Grads,
     Message,
     detach_outputs,
     detach_outputs_per_edge,
@@ -62,27 +63,6 @@ class SavedForward:
     buffers: SavedBuffers = ()  # values, before the forward, of buffers that it changed
     microbatch: MicroBatch | None = None
 
-    def save(self, message: Message, microbatch: MicroBatch | None) -> None:
-        self.message = message._replace(leaves=list(message.leaves))
-        self.versions = _leaf_versions(message)
-        self.microbatch = microbatch
-
-    def input(self, stage: int) -> Message:
-        """The saved input; an error if it was changed in place since."""
-        assert self.message is not None
-        if _leaf_versions(self.message) != self.versions:
-            raise PlanError(
-                f"an input of stage {stage} was changed in place after its forward, which is to be recomputed from it: "
-                "change a copy instead (x.clone()), or keep this stage's activations (recompute='never' for it)"
-            )
-        return self.message._replace(leaves=list(self.message.leaves))
-
-    def clear(self) -> None:
-        self.message = self.microbatch = None
-        self.buffers = ()
-        self.rng_states.clear()
-        self.keeper.clear()
-
 
 def _leaf_versions(message: Message) -> list[int | None]:
     return [leaf._version if isinstance(leaf, Tensor) else None for leaf in message.leaves]
@@ -98,20 +78,12 @@ class Slot:
     roots: Sequence[GradientEdge] = ()
     messages: list[Message | None] = field(default_factory=list)  # per outgoing edge; of the last stage, one
     inputs_per_edge: Sequence[int] = ()  # with several incoming edges
-    grads: list[Sequence[Tensor | None]] = field(default_factory=list)  # per incoming edge; of the first stage, one
+    grads: list[Grads] = field(default_factory=list)  # per incoming edge; of the first stage, one
     offload_next: bool = False  # whether the next forward's saved tensors are offloaded to the host
     plain: bool = True  # whether a forward needs no context, as far as the slot knows
 
     def __post_init__(self) -> None:
         self.plain = self.queue is None and self.saved is None
-
-    def clear(self) -> None:
-        self.inputs = self.roots = self.inputs_per_edge = ()
-        self.messages, self.grads = [], []
-        if self.queue is not None:
-            self.queue.clear()
-        if self.saved is not None:
-            self.saved.clear()
 
 
 def make_slots(program: LoweredProgram, stages: Mapping[int, StageEngine]) -> dict[tuple[int, int], Slot]:
@@ -224,7 +196,8 @@ class StageEngine:
         if saved is None or not torch.is_grad_enabled():
             self._run(microbatch, message, slot)
             return
-        saved.save(message, self.microbatches[microbatch] if self.microbatches else None)
+        saved.message, saved.versions = message._replace(leaves=list(message.leaves)), _leaf_versions(message)
+        saved.microbatch = self.microbatches[microbatch] if self.microbatches else None
         forward_state.checkpointing, forward_state.keeper = True, saved.keeper
         assert self.buffer_guard is not None
         self.buffer_guard.before(self.mode)
@@ -241,10 +214,18 @@ class StageEngine:
         """Run the module on its saved input once more, for the graph; the output is dropped."""
         saved = slot.saved
         assert saved is not None
+        assert saved.message is not None
+        if _leaf_versions(saved.message) != saved.versions:
+            raise PlanError(
+                f"an input of stage {self.index} was changed in place after its forward, which is to be recomputed "
+                "from it: change a copy instead (x.clone()), or keep this stage's activations (recompute='never' "
+                "for it)"
+            )
+        message = saved.message._replace(leaves=list(saved.message.leaves))
         forward_state.recomputing, forward_state.keeper = True, saved.keeper
         try:
             with torch.enable_grad():
-                self._run(microbatch, saved.input(self.index), slot, recomputing=True)
+                self._run(microbatch, message, slot, recomputing=True)
         finally:
             forward_state.recomputing, forward_state.keeper = False, None
         slot.messages = []
@@ -368,7 +349,7 @@ class StageEngine:
             if simple:
                 self.fast_path_in = self.mode
 
-    def backward(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
+    def backward(self, grads: Grads, slot: Slot) -> None:
         """Turn the gradients of the outputs into those of the inputs (``slot.grads``) and of the parameters."""
         roots, inputs = slot.roots, slot.inputs
         for grad in grads:
@@ -391,7 +372,7 @@ class StageEngine:
             slot.grads = split_grads(found, slot.inputs_per_edge) if slot.inputs_per_edge else [found]
         slot.inputs = slot.roots = ()
 
-    def input_gradient(self, grads: Sequence[Tensor | None], slot: Slot) -> None:
+    def input_gradient(self, grads: Grads, slot: Slot) -> None:
         """The first half of a backward; weight gradients that the queue defers are left for ``weight_gradient``."""
         assert slot.queue is not None
         with slot.queue.deferring(() if self.device.type == "cpu" else slot.roots):
@@ -402,9 +383,7 @@ class StageEngine:
         assert slot.queue is not None
         slot.queue.run()
 
-    def gradients(
-        self, grads: Sequence[Tensor | None], slot: Slot, wanted: Sequence[Tensor], keep: bool
-    ) -> Sequence[Tensor | None]:
+    def gradients(self, grads: Grads, slot: Slot, wanted: Sequence[Tensor], keep: bool) -> Grads:
         """Like ``backward``, but the gradients of ``wanted`` are returned, and no ``.grad`` changes."""
         roots, grads = _drop_missing_grads(slot.roots, grads)
         targets = (*slot.inputs, *wanted)
@@ -423,11 +402,9 @@ class StageEngine:
             self.rng.close()
 
 
-def begin_run(
-    stages: Iterable[StageEngine], context: CallerContext, microbatches: int, run_name: str
-) -> Sequence[MicroBatch]:
+def begin_run(stages: Iterable[StageEngine], context: CallerContext, count: int, run_name: str) -> Sequence[MicroBatch]:
     """Prepare the stages for forwards of so many micro-batches in the caller's context."""
-    made = [MicroBatch(k) for k in range(microbatches)]
+    made = [MicroBatch(k) for k in range(count)]
     for stage in stages:
         stage.microbatches = made
         if stage.rng is not None:
@@ -438,8 +415,6 @@ def begin_run(
     return made
 
 
-def _drop_missing_grads(
-    roots: Sequence[GradientEdge], grads: Sequence[Tensor | None]
-) -> tuple[list[GradientEdge], list[Tensor | None]]:
+def _drop_missing_grads(roots: Sequence[GradientEdge], grads: Grads) -> tuple[list[GradientEdge], list[Tensor | None]]:
     pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if grad is not None]
     return [root for root, _ in pairs], [grad for _, grad in pairs]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.channel.control import ControlChannel
-from penstock.engine.forward_context import CallerContext
+from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.message import Message, MessageMeta, flatten, meta_of, unflatten
 from penstock.engine.microbatch import Broadcast
 from penstock.engine.runner import LRUCache
@@ -76,20 +76,19 @@ class StepProtocol:
     # ── the first rank ───────────────────────────────────────────────────────────────────────────────────────
 
     def announce(
-        self,
-        training: bool,
-        context: CallerContext,
-        sizes: tuple[int, ...],
-        messages: Sequence[Message],
-        targets: bool,
-        caller_loss: bool = False,
+        self, training: bool, sizes: tuple[int, ...], messages: Sequence[Message], targets: bool, caller_loss: bool
     ) -> StepHeader:
         """Announce a mini-batch to the other ranks; ``targets``: whether this rank was given any."""
+        context = caller_context()
         if not sizes:
             self.send_all([EMPTY, 0])
             return StepHeader(-1, training, context, (), ())
         metas = [] if self.dynamic else [meta_of(m if training else m._replace(wants=())) for m in messages]
-        key = (training, caller_loss, context, sizes, tuple(metas), () if self.dynamic else self._modes(), targets)
+        key: tuple[Hashable, ...] = (training, caller_loss, context, sizes, targets)
+        if not self.dynamic:
+            requires_grad = (parameter.requires_grad for parameter in self.parameters)
+            modes = (module.training for module in self.modules)
+            key += (*metas, *requires_grad, *modes, torch.get_default_dtype())
         if key in self.numbers:
             number = self.numbers[key]
             self.send_all([KNOWN, number])
@@ -123,11 +122,9 @@ class StepProtocol:
 
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 
-    def receive(
-        self, training: bool, context: CallerContext, inputs: Any, targets: bool, caller_loss: bool = False
-    ) -> StepHeader:
+    def receive(self, training: bool, inputs: Any, targets: bool, caller_loss: bool) -> StepHeader:
         """Wait for the first rank's announcement, and send it this rank's inputs if it asks for them."""
-        first = self.placement[0]
+        first, context = self.placement[0], caller_context()
         code, number = (int(x) for x in self.control.recv_row(first, 2))
         while code in (QUERY_INPUTS, SEND_INPUTS):
             if code == QUERY_INPUTS:
@@ -212,10 +209,6 @@ class StepProtocol:
     def send_all(self, row: Sequence[float]) -> None:
         for rank in self.others:
             self.control.send_row(rank, row)
-
-    def _modes(self) -> tuple[Hashable, ...]:
-        modes = (*(p.requires_grad for p in self.parameters), *(module.training for module in self.modules))
-        return (*modes, torch.get_default_dtype())
 
 
 def _to_host(value: Any) -> Any:

@@ -20,10 +20,10 @@ from penstock._torch import graph_task_keeps_graph
 from penstock.engine.channel.base import WaitTimer
 from penstock.engine.channel.local import Cancelled, LocalChannel, LockstepChannel
 from penstock.engine.executor import Executor, PipelineCall, apply_call, suspended_grad_hooks, with_training_modes
-from penstock.engine.failure.status import HangLimits, ThreadHangDetector
+from penstock.engine.failure.status import HangDetector, HangLimits, check_threads, thread_status
 from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import LossAndOutputs, ModelLoss, Outputs, StepOutcome, check_joinable
-from penstock.engine.message import BorrowedInputs, Message, backward_inputs, input_edges, split_grads, unflatten
+from penstock.engine.message import BorrowedInputs, Grads, Message, backward_inputs, input_edges, split_grads, unflatten
 from penstock.engine.microbatch import join, split_inputs, split_targets
 from penstock.engine.recompute.batchnorm import commit_statistics, deferred_statistics_of
 from penstock.engine.replicas.ties import LocalTies
@@ -37,7 +37,7 @@ from penstock.split.plan import Plan
 
 Task = Callable[[], None]
 Inbox: TypeAlias = "SimpleQueue[tuple[Task, RunReport] | None]"
-StageBackward = Callable[[StageEngine, Sequence[Tensor | None], Slot], None]
+StageBackward = Callable[[StageEngine, Grads, Slot], None]
 
 STREAM_AHEAD = 2  # mini-batches of a stream that are in flight beside the one whose outputs are consumed
 POLL_SECONDS = 0.2  # between two checks for a hang
@@ -64,6 +64,7 @@ class ThreadExecutor(Executor):
     """All stages of a pipeline, and a thread for each rank."""
 
     ties: LocalTies
+    loss: LossAndOutputs
 
     def __init__(
         self,
@@ -86,20 +87,25 @@ class ThreadExecutor(Executor):
         placement = self.placement
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
         on_cpu = sum(device.type == "cpu" for device in devices)
-        self.workers = WorkerThreads(devices, max(1, torch.get_num_threads() // on_cpu) if on_cpu else None)
+        cpu_threads = max(1, torch.get_num_threads() // max(1, on_cpu))  # that an operator uses in each worker
+        self.inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
+        self.threads = [
+            threading.Thread(
+                target=_worker_loop, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
+            )
+            for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True))
+        ]
+        for thread in self.threads:
+            thread.start()
+        self._end_threads = weakref.finalize(self, _end_threads, self.inboxes)
         self.lock = threading.RLock()  # one run at a time, also where user threads share the pipeline
         self._programs: LRUCache[tuple[bool, int], ThreadProgram] = LRUCache(8)
-
-    @property
-    def _loss(self) -> LossAndOutputs:
-        assert self.loss is not None
-        return self.loss
 
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
         with self._running("step"):
-            loss = self._loss
+            loss = self.loss
             sizes, messages = split_inputs(value, self.source.count, self.first_device)
             if targets is None and loss.rule.wants_targets:
                 raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
@@ -119,7 +125,7 @@ class ThreadExecutor(Executor):
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
         with self._running("evaluate"):
-            own_loss = self._loss
+            own_loss = self.loss
             sizes, messages = split_inputs(value, self.source.count, self.first_device)
             has_loss = loss and not (targets is None and own_loss.rule.wants_targets)
             parts = split_targets(targets, sizes, self.last_device) if has_loss else None
@@ -170,14 +176,13 @@ class ThreadExecutor(Executor):
         slots: dict[tuple[int, int], Slot],
         io: PipelineIO,
         backward: StageBackward = StageEngine.backward,
-        *,
-        one_thread: bool = False,
         lockstep: bool = False,
     ) -> ThreadProgram:
-        """Compile one order per rank; with ``one_thread``, one order for the stages of all ranks."""
+        """Compile one order per rank, or one order for the stages of all ranks."""
         device = {index: stage.device for index, stage in self.stages.items()}
         timers = tuple(WaitTimer() for _ in orders)
-        timer = {s: timers[0 if one_thread else self.placement[s]] for s in self.stages}
+        rank_of = {s: 0 if len(orders) == 1 else self.placement[s] for s in self.stages}
+        timer = {s: timers[rank] for s, rank in rank_of.items()}
         forwards: dict[Edge, LocalChannel] = {}
         for a, b in self.edges:
             ends = (microbatches, device[a], device[b], timer[b])
@@ -187,7 +192,7 @@ class ThreadExecutor(Executor):
         backwards = {(b, a): LocalChannel(microbatches, device[b], device[a], timer[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
-            own = {s: stage for s, stage in self.stages.items() if one_thread or self.placement[s] == rank}
+            own = {s: stage for s, stage in self.stages.items() if rank_of[s] == rank}
             runners.append(compile_program(order, Bindings(own, slots, forwards, backwards, io, backward_fn=backward)))
         return ThreadProgram(tuple(runners), (*forwards.values(), *backwards.values()), io, microbatches, timers)
 
@@ -200,7 +205,7 @@ class ThreadExecutor(Executor):
         microbatches = begin_run(self.stages.values(), context or caller_context(), program.microbatches, run_name)
         start = perf_counter()
         try:
-            self.wait(program, self.workers.start(self.tasks(program, grad=grad)))
+            self.wait(program, self.start(self.tasks(program, grad=grad)))
         finally:
             if self.weights is not None:
                 self.weights.end_run()
@@ -234,15 +239,48 @@ class ThreadExecutor(Executor):
 
         return [partial(task, runner, timer) for runner, timer in zip(program.runners, program.timers, strict=True)]
 
+    def start(self, tasks: Sequence[Task]) -> RunReport:
+        """Queue ``tasks[r]`` on the thread of rank ``r``."""
+        super().check_idle()
+        report = RunReport(SimpleQueue())
+        for inbox, task in zip(self.inboxes, tasks, strict=True):
+            inbox.put((task, report))
+        return report
+
     def wait(self, program: ThreadProgram, report: RunReport) -> None:
-        """Wait until all ranks have run a program. After a failure, slots and channels of all programs are dropped."""
-        threads = [thread.ident or 0 for thread in self.workers.threads]
-        detector = ThreadHangDetector(program.runners, self.placement, threads, self.limits)
+        """Wait until all ranks have run a program. The first failure cancels the others and is raised here.
+
+        After a failure, slots and channels of all programs are dropped. If a rank hangs, the threads are told to end,
+        and a task that does not return is left to its thread.
+        """
+        detectors: list[HangDetector] = []  # most runs end before the first check
+        failure: BaseException | None = None
         try:
-            self.workers.wait(report, program.cancel, detector.check)
-        except BaseException:
+            while len(report.outcomes) < len(self.threads):
+                try:
+                    try:
+                        report.news.get(timeout=POLL_SECONDS)
+                    except Empty:
+                        if not detectors:
+                            pairs = zip(program.runners, self.threads, strict=True)
+                            ranks = [thread_status(runner, thread, self.placement) for runner, thread in pairs]
+                            detectors = [HangDetector(status, self.limits) for status in ranks]
+                        check_threads(detectors)
+                    errors = [error for error in report.outcomes if error is not None]
+                except KeyboardInterrupt as interrupt:  # may come just after the news: outcomes are counted, not news
+                    errors = [interrupt]
+                if errors and failure is None:
+                    failure = errors[0]
+                    program.cancel()
+            failure = failure or next((error for error in report.outcomes if error is not None), None)
+            if failure is not None:
+                raise failure
+        except BaseException as error:
+            if isinstance(error, PipelineError) and error is not failure:  # a hang
+                program.cancel()
+                self._end_threads()
             self._programs.clear()
-            self._loss.clear()
+            self.loss.clear()
             raise
 
     # ── calls and streams ────────────────────────────────────────────────────────────────────────────────────
@@ -283,14 +321,11 @@ class ThreadExecutor(Executor):
                 stage.microbatches = ()
             self.streaming = False
 
-    # ── ties and end of life ─────────────────────────────────────────────────────────────────────────────────
-
-    def align_ties(self) -> None:
-        self.ties.align()
+    # ── end of life ──────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def closed(self) -> bool:
-        return self.workers.closed
+        return not self._end_threads.alive
 
     def check_idle(self) -> None:
         super().check_idle()
@@ -298,8 +333,12 @@ class ThreadExecutor(Executor):
             raise PipelineError("pipe.stream(…) is still under way: take all of its outputs, or close it")
 
     def close(self) -> None:
+        """Wait a few seconds for the threads. Closing twice is harmless."""
         self._programs.clear()
-        self.workers.close()
+        self._end_threads()
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join(5)
         for stage in self.stages.values():
             stage.close()
 
@@ -323,13 +362,13 @@ class _StreamedBatch:
             own = [stage for s, stage in executor.stages.items() if executor.placement[s] == rank]
             begin_run(own, context, len(sizes), run_name)
             if executor.placement[-1] == rank:
-                executor._loss.begin(sizes, None, None)
-                self.model_loss = executor._loss.model_loss
+                executor.loss.begin(sizes, None, None)
+                self.model_loss = executor.loss.model_loss
             with commit_statistics(deferred_statistics_of({stage.index: stage for stage in own})):
                 task()
 
         tasks = [partial(part, rank, task) for rank, task in enumerate(executor.tasks(self.program, grad=False))]
-        self.report = executor.workers.start(tasks)
+        self.report = executor.start(tasks)
 
     def outputs(self) -> Any:
         self.executor.wait(self.program, self.report)
@@ -362,26 +401,15 @@ class _ThreadCall(PipelineCall):
         with executor._running("call"), self.borrowed as messages:
             io = PipelineIO(messages, outputs=[None] * self.count)
             self.recorder = executor.current_recorder
-            executor._loss.begin(self.sizes, None, None)
+            executor.loss.begin(self.sizes, None, None)
             program = executor.compile(self.halves[0], self.count, self.slots, io, lockstep=executor.lockstep)
             self.crosses_stages = executor.run(program, grad=True, run_name=self.run_name)
-            self.model_loss = executor._loss.model_loss
+            self.model_loss = executor.loss.model_loss
         outputs = [message for message in io.outputs or () if message is not None]
         check_joinable([message.leaves for message in outputs], self.sizes)
         return outputs
 
-    def _earlier_inputs(self, slot: Slot) -> list[Tensor]:
-        """The inputs of the same micro-batch in earlier stages, into whose graphs that of this stage may continue.
-
-        It does so where layers passed values to other stages outside the pipeline, keyed by ``current_microbatch``. The
-        gradients that are found there come before those of the earlier stages: a micro-batch goes back up in order.
-        """
-        stage, k = next(key for key, other in self.slots.items() if other is slot)
-        return [leaf for (s, j), other in self.slots.items() if j == k and s < stage for leaf in other.inputs]
-
-    def backward(
-        self, seeds: Sequence[Sequence[Tensor | None]]
-    ) -> tuple[list[Sequence[Tensor | None]], dict[int, Tensor]]:
+    def backward(self, seeds: Sequence[Grads]) -> tuple[list[Grads], dict[int, Tensor]]:
         if self.over:
             raise RuntimeError(
                 "Trying to backward through the pipeline a second time: call backward with retain_graph=True the "
@@ -393,10 +421,16 @@ class _ThreadCall(PipelineCall):
         sums: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.stage_parameters}
         crossed: dict[int, Tensor] = {}  # gradients that other stages found for inputs, by identity of the input
 
-        def backward(stage: StageEngine, grads: Sequence[Tensor | None], slot: Slot) -> None:
+        def backward(stage: StageEngine, grads: Grads, slot: Slot) -> None:
             mine = sums[stage.index]
             wanted = self.parameters if self.crosses_stages else self.stage_parameters[stage.index]
-            earlier = self._earlier_inputs(slot) if self.crosses_stages else []
+            earlier: list[Tensor] = []
+            if self.crosses_stages:
+                # The graph of this stage may continue into those of earlier stages, by way of values that layers passed
+                # on under ``current_microbatch``. A micro-batch goes back up in order: theirs come later.
+                k = next(k for (_, k), other in self.slots.items() if other is slot)
+                before = [other for (s, j), other in self.slots.items() if j == k and s < stage.index]
+                earlier = [leaf for other in before for leaf in other.inputs]
             found = stage.gradients(grads, slot, (*wanted, *earlier), retain_graph or self.crosses_stages)
             if self.crosses_stages:
                 own = [grad for row in slot.grads for grad in row]
@@ -412,7 +446,7 @@ class _ThreadCall(PipelineCall):
                         grad = grad.float()
                     mine[id(parameter)] = grad if id(parameter) not in mine else mine[id(parameter)] + grad
 
-        grads: list[Sequence[Tensor | None]] = [()] * self.count
+        grads: list[Grads] = [()] * self.count
         io = PipelineIO(seed=seeds.__getitem__, grads=grads)
         with ExitStack() as stack:
             stack.enter_context(executor.lock)
@@ -426,7 +460,7 @@ class _ThreadCall(PipelineCall):
                 actions = [i for half in self.halves[1] for i in half if i.kind in "RB"]
                 actions.sort(key=lambda i: (i.microbatch, -i.stage, i.kind == "B"))
                 begin_run(executor.stages.values(), self.context, self.count, self.run_name)
-                program = executor.compile([actions], self.count, self.slots, io, backward, one_thread=True)
+                program = executor.compile([actions], self.count, self.slots, io, backward)
                 executor.recorded(program.runners[0])()
             else:
                 program = executor.compile(self.halves[1], self.count, self.slots, io, backward)
@@ -457,81 +491,24 @@ class RunReport:
     outcomes: list[BaseException | None] = field(default_factory=list)
 
 
-class WorkerThreads:
-    """Runs one task per rank, all at once."""
-
-    def __init__(self, devices: Sequence[torch.device], cpu_threads: int | None) -> None:
-        """One worker per device; ``cpu_threads`` limits the threads that an operator uses on the CPU in each."""
-        self.inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
-        self.threads = [
-            threading.Thread(
-                target=_worker_loop, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
-            )
-            for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True))
-        ]
-        for thread in self.threads:
-            thread.start()
-        self._end = weakref.finalize(self, _stop, self.inboxes)
-
-    def start(self, tasks: Sequence[Task]) -> RunReport:
-        """Queue ``tasks[r]`` on worker ``r``."""
-        if self.closed:
-            raise PipelineError("this pipeline was closed: build a new one from its plan")
-        report = RunReport(SimpleQueue())
-        for inbox, task in zip(self.inboxes, tasks, strict=True):
-            inbox.put((task, report))
-        return report
-
-    def wait(self, report: RunReport, cancel: Task, detect: Task) -> None:
-        """Wait for started tasks. The first failure cancels the others and is raised here.
-
-        ``detect`` is called while nothing happens. If it raises a ``PipelineError``, the workers are told to end, and a
-        task that does not return is left to its thread.
-        """
-        failure: BaseException | None = None
-        while len(report.outcomes) < len(self.inboxes):
-            try:
-                try:
-                    report.news.get(timeout=POLL_SECONDS)
-                except Empty:
-                    detect()
-                errors = [error for error in report.outcomes if error is not None]
-            except KeyboardInterrupt as interrupt:  # may come just after the news: outcomes are counted, not news
-                errors = [interrupt]
-            except PipelineError:
-                cancel()
-                self._end()
-                raise
-            if errors and failure is None:
-                failure = errors[0]
-                cancel()
-        failure = failure or next((error for error in report.outcomes if error is not None), None)
-        if failure is not None:
-            raise failure
-
-    def close(self) -> None:
-        """End the threads, and wait for them a few seconds. Closing twice is harmless."""
-        self._end()
-        for thread in self.threads:
-            if thread is not threading.current_thread():
-                thread.join(5)
-
-    @property
-    def closed(self) -> bool:
-        return not self._end.alive
-
-
-def _stop(inboxes: Sequence[SimpleQueue[Any]]) -> None:
+def _end_threads(inboxes: Sequence[Inbox]) -> None:
     for inbox in inboxes:
         inbox.put(None)
 
 
-def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int | None) -> None:
+def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # gives this thread the device's context, without which cuBLAS warns
-    elif cpu_threads is not None:
-        _limit_threads(cpu_threads)
+    else:
+        # The number belongs to the thread, but setting it also sets the default of threads started later.
+        with _threads_lock:
+            before = torch.get_num_threads()
+            torch.set_num_threads(cpu_threads)
+            if before != cpu_threads:
+                restore = threading.Thread(target=torch.set_num_threads, args=(before,))
+                restore.start()
+                restore.join()
     while (item := inbox.get()) is not None:
         task, report = item
         error: BaseException | None = None
@@ -546,17 +523,3 @@ def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int | None) ->
         report.outcomes.append(error)
         report.news.put(None)
         del report, error
-
-
-def _limit_threads(count: int) -> None:
-    """Let operators called in this thread use ``count`` CPU threads, and leave other threads as they are.
-
-    The number belongs to the thread, but setting it also sets the default of threads started later.
-    """
-    with _threads_lock:
-        before = torch.get_num_threads()
-        torch.set_num_threads(count)
-        if before != count:
-            restore = threading.Thread(target=torch.set_num_threads, args=(before,))
-            restore.start()
-            restore.join()

@@ -201,7 +201,6 @@ def time_layer(
         recompute = timed(recomputing.recompute, numbers, dropped)
         for gradients, slot in zip(grads, dropped, strict=True):
             recomputing.backward(gradients, slot)
-            slot.clear()
         return [recompute]
 
     def repeat(run: Callable[[], list[Callable[[], Seconds]]], share: float) -> list[tuple[Seconds, ...]]:

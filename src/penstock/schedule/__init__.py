@@ -6,9 +6,8 @@ import pkgutil
 from importlib import import_module
 
 from penstock.schedule.costs import Costs
-from penstock.schedule.recompute import recompute_modes, with_recompute
 from penstock.schedule.registry import SCHEDULES, ScheduleKind, build, canonical_name, register
-from penstock.schedule.schedule import Action, Schedule, loop, vee
+from penstock.schedule.schedule import Action, Schedule, loop, recompute_modes, vee, with_recompute
 from penstock.schedule.search import SearchResult, auto
 from penstock.schedule.simulate import Simulation, simulate
 from penstock.schedule.text import from_csv, from_text, to_csv, to_text
@@ -41,7 +40,7 @@ __all__ = [
 
 # Importing the module of a schedule registers it. These come first in listings and tables; a new module is found by
 # itself, and its schedules follow.
-_FAMILIES = ("one_f_one_b", "zero_bubble", "v_shape", "dualpipe_v", "fill_drain")
+_FAMILIES = ("one_f_one_b", "v_shape", "fill_drain")
 
 for _module in dict.fromkeys((*_FAMILIES, *(module.name for module in pkgutil.iter_modules(__path__)))):
     import_module(f"{__name__}.{_module}")

@@ -84,11 +84,8 @@ class Costs:
     def durations(self, num_stages: int) -> dict[str, list[float]]:
         """For each kind of action, its time on each stage."""
         times = {kind: self.of_stages(kind.lower(), num_stages) for kind in "FIW"}
-        times["B"] = (
-            [i + w for i, w in zip(times["I"], times["W"], strict=True)]
-            if self.b is None
-            else self.of_stages("b", num_stages)
-        )
+        split = [i + w for i, w in zip(times["I"], times["W"], strict=True)]
+        times["B"] = split if self.b is None else self.of_stages("b", num_stages)
         times["R"] = times["F"] if self.r is None else self.of_stages("r", num_stages)
         return {kind: times[kind] for kind in COMPUTE}
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -96,10 +96,9 @@ def lower(
     clocks = _vector_clocks(schedule, crossing)
     held = {"F": 1, "B": -1, "W": -1} if schedule.trains else {}
     in_flight = [max(accumulate(held.get(action.kind, 0) for action in o), default=0) for o in schedule.orders]
-    ranks = range(schedule.num_ranks)
-    before: list[_ByAction] = [defaultdict(list) for _ in ranks]
-    sends: list[_ByAction] = [defaultdict(list) for _ in ranks]
-    sent: list[_ByAction] = [defaultdict(list) for _ in ranks]
+    before: list[_ByAction] = [defaultdict(list) for _ in schedule.orders]
+    sends: list[_ByAction] = [defaultdict(list) for _ in schedule.orders]
+    sent: list[_ByAction] = [defaultdict(list) for _ in schedule.orders]
     for (sender, receiver, direction), channel in messages.items():
         # A receive is posted ``depth - 1`` messages before the consuming action, and never after the receive of a later
         # message. It is not posted before the receiver's own actions that the message depends on: the message cannot
@@ -109,16 +108,23 @@ def lower(
             position = max(ahead, clocks[direction, message.src, message.microbatch][receiver])
             post = Instruction(f"RECV_{direction}", message.dst, message.microbatch, message.src)
             before[receiver][position].append(post)
-        first_proof = _proofs(chain.from_iterable(messages.get((receiver, sender, x), ()) for x in "FB"))
+        # After its own action ``positions[i]``, the sender knows that the receiver is past action ``passed[i]``.
+        positions: list[int] = []
+        passed: list[int] = []
+        answers = chain.from_iterable(messages.get((receiver, sender, x), ()) for x in "FB")
+        for message in sorted(answers, key=lambda message: message.consumed):
+            if not passed or message.produced > passed[-1]:
+                positions.append(message.consumed)
+                passed.append(message.produced)
         open_sends: deque[tuple[int, Instruction]] = deque()
         limit = max(live_sends, in_flight[sender])
         for message in channel:
             key = (message.src, message.microbatch, message.dst)
             release = Instruction(f"SENT_{direction}", *key)
             sends[sender][message.produced].append(Instruction(f"SEND_{direction}", *key))
-            proof = first_proof(message)
-            if proof is not None:
-                sent[sender][proof].append(release)
+            proof = bisect_right(passed, message.consumed - 1)
+            if proof < len(passed):  # the sender's first action that proves that the message was consumed
+                sent[sender][max(positions[proof], message.produced)].append(release)
                 continue
             open_sends.append((message.produced, release))
             if len(open_sends) > limit:
@@ -155,26 +161,6 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
     for channel in channels.values():
         channel.sort(key=lambda message: (message.produced, message.dst))
     return dict(channels)
-
-
-def _proofs(messages: Iterable[_Transfer]) -> Callable[[_Transfer], int | None]:
-    """For a message to a peer, the sender's first action that proves that it was consumed, if there is one.
-
-    ``messages`` are those of the peer: after its own action ``positions[i]``, the sender knows that the peer is past
-    action ``passed[i]``.
-    """
-    positions: list[int] = []
-    passed: list[int] = []
-    for message in sorted(messages, key=lambda message: message.consumed):
-        if not passed or message.produced > passed[-1]:
-            positions.append(message.consumed)
-            passed.append(message.produced)
-
-    def first_proof(message: _Transfer) -> int | None:
-        i = bisect_right(passed, message.consumed - 1)
-        return None if i == len(passed) else max(positions[i], message.produced)
-
-    return first_proof
 
 
 def _assemble(

@@ -9,9 +9,8 @@ from dataclasses import replace
 from penstock.errors import ScheduleError
 from penstock.schedule.costs import Costs
 from penstock.schedule.fill_drain import fill_drain
-from penstock.schedule.recompute import Recompute, recompute_modes, with_recompute
 from penstock.schedule.registry import SCHEDULES, build, canonical_name
-from penstock.schedule.schedule import Action, Edge, Schedule, loop, topological_runs, vee
+from penstock.schedule.schedule import Recompute, Schedule, loop, merge_ranks, recompute_modes, vee, with_recompute
 from penstock.schedule.search import auto
 from penstock.schedule.verify import verify
 
@@ -54,7 +53,6 @@ class ScheduleProvider:
         self._unmerged: tuple[ScheduleProvider, Sequence[int]] | None = None  # and before ``with_merged_ranks``
         self._auto_placement: tuple[int, ...] = ()
         self._cache: dict[tuple[str, int], Schedule] = {}
-        self.stages_per_rank: int | None = None
         if costs is not None and schedule != AUTO:
             raise ScheduleError(f"costs are for schedule={AUTO!r}, which makes an order for them, not for {schedule!r}")
         if isinstance(schedule, Schedule):
@@ -65,7 +63,7 @@ class ScheduleProvider:
             ):
                 if number != wanted:
                     raise ScheduleError(
-                        f"schedule {schedule.name!r} is for {number} {what}, but there are {wanted}: "
+                        f"schedule {schedule.name!r} is for {number} {what}, but the pipeline has {wanted}: "
                         f"use {number}, or a schedule for {wanted}"
                     )
             self.name, self.ranks, trains = schedule.name, schedule.num_ranks, schedule.trains
@@ -80,7 +78,7 @@ class ScheduleProvider:
             self._auto_placement = vee(self.ranks) if stages == 2 * self.ranks else looped[:stages]
         else:
             self.name = canonical_name(schedule)
-            self.ranks, self.stages_per_rank = _ranks_for(self.name, stages, ranks, max_ranks)
+            self.ranks = _ranks_for(self.name, stages, ranks, max_ranks)
             trains = build(self.name, 1, 1).trains
         if not trains:
             raise ScheduleError(f"schedule {self.name!r} has no backward, and a training step needs one: try '1f1b'")
@@ -152,7 +150,7 @@ class ScheduleProvider:
             return self._fixed.first(microbatches)
         if self.name == AUTO:
             return self._search(microbatches)
-        return build(self.name, self.ranks, microbatches, self.stages_per_rank)
+        return build(self.name, self.ranks, microbatches, len(self.recompute) // self.ranks)
 
     def _search(self, microbatches: int) -> Schedule:
         """An automatic schedule. Recomputes that the search does not know of are inserted afterwards.
@@ -177,8 +175,8 @@ class ScheduleProvider:
         ).schedule  # fmt: skip
 
 
-def _ranks_for(name: str, stages: int, ranks: int | None, max_ranks: int | None) -> tuple[int, int | None]:
-    """The number of ranks of a named schedule for ``stages``, and v where the schedule takes it."""
+def _ranks_for(name: str, stages: int, ranks: int | None, max_ranks: int | None) -> int:
+    """The number of ranks of a named schedule for ``stages``."""
     kind = SCHEDULES[name]
     fixed = kind.stages_per_rank
     if fixed is None:
@@ -191,7 +189,7 @@ def _ranks_for(name: str, stages: int, ranks: int | None, max_ranks: int | None)
                 f"schedule {name!r} puts the same number of stages on each rank: {stages} stages do not divide "
                 f"over {ranks} ranks"
             )
-        return ranks, stages // ranks
+        return ranks
     if stages % fixed:
         raise ScheduleError(f"schedule {name!r} puts {fixed} stages on each rank: {stages} stages do not divide")
     if ranks not in (None, stages // fixed):
@@ -200,19 +198,4 @@ def _ranks_for(name: str, stages: int, ranks: int | None, max_ranks: int | None)
             f"{stages // fixed} ranks, not {ranks}. Schedules that take any number of stages per rank: "
             + ", ".join(repr(other) for other, k in SCHEDULES.items() if k.takes_v and k.default_v > 1)
         )
-    return stages // fixed, None
-
-
-def merge_ranks(schedule: Schedule, edges: Iterable[Edge], merged: Sequence[int]) -> Schedule:
-    """The same actions on fewer ranks: rank ``merged[r]`` runs the actions of rank ``r``, in their order.
-
-    Each original rank runs until it must wait for another, so GPipe runs its stages one after another::
-
-        rank 0: 0F0 0F1 .   .   .   0B0 0B1        rank 0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1
-        rank 1: .   1F0 1F1 1B0 1B1
-    """
-    orders: list[list[Action]] = [[] for _ in range(max(merged) + 1)]
-    for rank, begin, end in topological_runs(schedule, edges)[0]:
-        orders[merged[rank]].extend(schedule.orders[rank][begin:end])
-    placement = [merged[rank] for rank in schedule.placement]
-    return Schedule.of(schedule.name, placement, orders, schedule.num_microbatches)
+    return stages // fixed

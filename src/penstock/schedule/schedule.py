@@ -6,7 +6,7 @@ The text form of an action is its stage, kind and micro-batch: ``2F0`` is the fo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -94,8 +94,6 @@ class Schedule:
             raise ScheduleError(
                 f"schedule {self.name!r} is for {self.num_microbatches} micro-batches, not for {num_microbatches}"
             )
-        if num_microbatches == self.num_microbatches:
-            return self
         orders = tuple(tuple(a for a in order if a.microbatch < num_microbatches) for order in self.orders)
         return replace(self, orders=orders, num_microbatches=num_microbatches)
 
@@ -131,9 +129,6 @@ def loop(p: int, v: int = 1) -> tuple[int, ...]:
 def vee(p: int) -> tuple[int, ...]:
     """Two stages on each of ``p`` ranks, in a V: the first rank holds the first and the last stage."""
     return (*range(p), *reversed(range(p)))
-
-
-# Dependencies between stages.
 
 
 def edges_of(schedule: Schedule, edges: Iterable[Edge] | None = None) -> tuple[Edge, ...]:
@@ -210,3 +205,73 @@ def topological_runs(
         if at > begin:
             runs.append((rank, begin, at))
     return runs, blocked
+
+
+def merge_ranks(schedule: Schedule, edges: Iterable[Edge], merged: Sequence[int]) -> Schedule:
+    """The same actions on fewer ranks: rank ``merged[r]`` runs the actions of rank ``r``, in their order.
+
+    Each original rank runs until it must wait for another, so GPipe runs its stages one after another::
+
+        rank 0: 0F0 0F1 .   .   .   0B0 0B1        rank 0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1
+        rank 1: .   1F0 1F1 1B0 1B1
+    """
+    orders: list[list[Action]] = [[] for _ in range(max(merged) + 1)]
+    for rank, begin, end in topological_runs(schedule, edges)[0]:
+        orders[merged[rank]].extend(schedule.orders[rank][begin:end])
+    placement = [merged[rank] for rank in schedule.placement]
+    return Schedule.of(schedule.name, placement, orders, schedule.num_microbatches)
+
+
+# Recompute as part of a schedule: an ``R`` before each backward whose forward is run again.
+#
+#     1f1b, rank 1     1F0 1F1 1B0 1F2 1B1 …        keeps the activations of two forwards
+#     always           1F0 1F1 1R0 1B0 1F2 1R1 1B1  keeps two inputs, and the activations of one forward
+#                                  └ runs while the gradient is still in transit
+
+MODES = ("never", "except_last", "always")
+
+Recompute = str | Sequence[str] | Mapping[int, str]
+"""One mode for all stages, one per stage, or a mapping from stages to modes; other stages are "never"."""
+
+
+def recompute_modes(recompute: Recompute, stages: int) -> tuple[str, ...]:
+    """The mode of each stage."""
+    if isinstance(recompute, str):
+        modes = [recompute] * stages
+    elif isinstance(recompute, Mapping):
+        unknown = [stage for stage in recompute if stage not in range(stages)]
+        if unknown:
+            raise ScheduleError(f"recompute names stage {unknown[0]}, but there are {stages} stages (0..{stages - 1})")
+        modes = [recompute.get(stage, "never") for stage in range(stages)]
+    elif isinstance(recompute, Sequence):
+        modes = list(recompute)
+        if len(modes) != stages:
+            raise ScheduleError(f"recompute has {len(modes)} modes, but there are {stages} stages: give one for each")
+    else:
+        modes = [recompute]
+    for mode in modes:
+        if mode not in MODES:
+            raise ScheduleError(f"recompute must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+    return tuple(modes)
+
+
+def with_recompute(schedule: Schedule, modes: Sequence[str]) -> Schedule:
+    """The schedule with an ``R`` right before each backward of the micro-batches selected by ``modes``.
+
+    ``R`` and backward are adjacent, so a rank holds at most one recomputed micro-batch. ``R`` has no inputs from other
+    ranks, so it runs while the rank waits for the gradient. ``"except_last"`` does not recompute the last micro-batch,
+    whose activations are kept. Recomputes that the schedule already has are unchanged.
+    """
+    present = {(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind == "R"}
+    last = schedule.num_microbatches - 1
+    orders = []
+    for order in schedule.orders:
+        out: list[Action] = []
+        for action in order:
+            stage, kind, k = action
+            selected = modes[stage] == "always" or (modes[stage] == "except_last" and k < last)
+            if kind in BACKWARD and selected and (stage, k) not in present:
+                out.append(Action(stage, "R", k))
+            out.append(action)
+        orders.append(tuple(out))
+    return replace(schedule, orders=tuple(orders))

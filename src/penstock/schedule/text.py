@@ -25,7 +25,6 @@ _LocatedAction = tuple[str, Action]
 """The location of an action in its file ("line 2, column 5"), and the action."""
 
 _NAME = re.compile(r"#\s*name:\s*(.*\S)")
-_IDLE = "-"
 
 
 def to_text(schedule: Schedule) -> str:
@@ -43,7 +42,7 @@ def from_text(text: str) -> Schedule:
         code = line.partition("#")[0]
         cells = [(f"line {number}, column {cell.start() + 1}", cell[0]) for cell in re.finditer(r"\S+", code)]
         if cells:
-            rows.append([(place, _parse_action(place, cell)) for place, cell in cells if code.strip() != _IDLE])
+            rows.append([(place, _parse_action(place, cell)) for place, cell in cells if code.strip() != "-"])
     return _from_rows(name, rows)
 
 

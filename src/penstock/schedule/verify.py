@@ -49,8 +49,7 @@ def verify(schedule: Schedule, edges: Iterable[Edge] | None = None) -> MemoryRep
     block, so a schedule deadlocks exactly when its orders and its data dependencies together have a cycle.
     Raises ``ScheduleError`` naming the action, the rank and, for a deadlock, the cycle.
     """
-    num_ranks = schedule.num_ranks
-    num_stages, m = schedule.num_stages, schedule.num_microbatches
+    num_ranks, num_stages, m = schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
     for what, number in (("ranks", num_ranks), ("stages", num_stages), ("micro-batches", m)):
         if number < 1:
             _fail(schedule, f"there are {number} {what}, at least 1 is needed")
@@ -179,17 +178,12 @@ def _deadlock(schedule: Schedule, blocked: dict[int, tuple[int, int]]) -> NoRetu
     _fail(schedule, why, marks)
 
 
-def _fail(schedule: Schedule, why: str, marks: Mapping[int, tuple[int, str]] | None = None) -> NoReturn:
-    picture = _grid(schedule, marks or {})
-    raise ScheduleError(f"schedule {schedule.name!r}: {why}" + (f"\n\n{picture}" if picture else ""))
-
-
 _BEFORE, _AFTER = 5, 3
 """Columns shown to the left and to the right of the marked one: the cause of a fault is usually before it."""
 
 
-def _grid(schedule: Schedule, marks: Mapping[int, tuple[int, str]]) -> str:
-    """The orders around ``marks``, rank -> (position in its order, remark beside the arrow), one row per rank::
+def _fail(schedule: Schedule, why: str, marks: Mapping[int, tuple[int, str]] | None = None) -> NoReturn:
+    """Raise the error with the orders around ``marks``, rank -> (position in its order, remark beside the arrow)::
 
                   5    6     7    8
         rank 0:  0F5  0B0   0F6  0B1
@@ -197,6 +191,7 @@ def _grid(schedule: Schedule, marks: Mapping[int, tuple[int, str]]) -> str:
 
     The marked cells of several ranks are aligned in one column, with each position beside its row.
     """
+    marks = marks or {}
     centres = {position for position, _ in marks.values()}
     common = min(centres, default=0)  # the column that ranks without a mark are shown around
     aligned = len(centres) <= 1
@@ -214,7 +209,7 @@ def _grid(schedule: Schedule, marks: Mapping[int, tuple[int, str]]) -> str:
     widths = {i: max(len(row[i]) for row in [*rows, header]) for i in shown}
     label = max(len(f"rank {rank}: ") for rank in range(max(1, schedule.num_ranks)))
 
-    lines = []
+    lines = [f"schedule {schedule.name!r}: {why}", ""]
     if aligned:
         lines.append(" " * label + "".join(header[i].center(widths[i]) for i in shown).rstrip())
     for rank, cells in enumerate(rows):
@@ -224,4 +219,4 @@ def _grid(schedule: Schedule, marks: Mapping[int, tuple[int, str]]) -> str:
             place = "" if aligned else f" (position {position})"
             line = f"{line} <-- here{place}{': ' if remark else ''}{remark}"
         lines.append(line.rstrip())
-    return "\n".join(lines)
+    raise ScheduleError("\n".join(lines))

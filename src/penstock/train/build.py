@@ -36,12 +36,6 @@ from penstock.train.state import FqnMap
 
 Devices = Sequence[torch.device | str | int] | torch.device | str | int | None
 
-Init = Callable[[nn.Module], object]
-"""Fills the parameters and buffers of a stage that was on the meta device."""
-
-Parallelize = Callable[[nn.Module, Mesh], nn.Module | None]
-"""Makes a parallel module of a stage's; None where it has changed the stage in place."""
-
 
 class Options(SimpleNamespace):
     """The arguments of ``Pipeline`` beside its plan and mesh, under the same names."""
@@ -69,12 +63,6 @@ class Options(SimpleNamespace):
         if isinstance(self.timeout, tuple) and len(self.timeout) == 2:
             return self.timeout
         return HangLimits().stuck_after, self.timeout
-
-    def shared(self) -> dict[str, Any]:
-        """The values that must be the same on every rank, beside the schedule."""
-        names = ("seed", "accumulate", "batchnorm", "dynamic", "microbatch_size")
-        derived = {"timeout": self.limits, "parallelize": self.parallelize is not None}
-        return {**{name: getattr(self, name) for name in names}, **derived}
 
 
 def build(
@@ -111,7 +99,9 @@ def build(
     fqn, parallel = FqnMap(), dict[int, ParallelizedStage]()
     if mesh is not None:
         assert rendezvous is not None
-        shared = {"mesh": mesh.sizes, **options.shared()}
+        names = ("seed", "accumulate", "batchnorm", "dynamic", "microbatch_size")
+        shared = {"mesh": mesh.sizes, **{name: getattr(options, name) for name in names}}  # the same on every rank
+        shared |= {"timeout": options.limits, "parallelize": options.parallelize is not None}
         if options.parallelize is not None:
             from penstock.train.parallelize import parallelize_stages  # FSDP takes seconds to import
 
@@ -226,7 +216,7 @@ def assign_devices(devices: Devices, ranks: int) -> list[torch.device]:
 def materialise(
     modules: Mapping[int, nn.Module],
     devices: Sequence[torch.device],
-    init: Init | None,
+    init: Callable[[nn.Module], object] | None,
     copies: list[list[nn.Parameter]],
     weights: HostWeights | None,
 ) -> None:

@@ -61,7 +61,19 @@ def init(
         timeout = timedelta(seconds=timeout)
     if timeout is not None and timeout <= timedelta(0):
         raise PlanError(f"timeout must be a number of seconds above 0, got {timeout.total_seconds():g}")
-    _set_variables()
+    if "RANK" not in os.environ and is_slurm(os.environ):
+        for name, value in slurm_variables(os.environ).items():
+            os.environ.setdefault(name, value)
+    missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    if missing:
+        raise PlanError(
+            f"a mesh needs several processes: {', '.join(missing)} not set. Start the program with "
+            "'torchrun --nproc-per-node=4 train.py', 'penstock run --stages 4 train.py' or 'srun', or leave out mesh= "
+            "to use threads in this process"
+        )
+    rank, world, _ = (_number(os.environ, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if rank >= world:
+        raise PlanError(f"RANK is {rank}, but WORLD_SIZE says that there are {world} processes, from 0 on")
     here = set_current(_device_here(device))
     processes = _join(here, backend, timeout)
     if threads is None and torch.get_num_threads() == _threads and not omp_threads_set_by_user(os.environ):
@@ -93,23 +105,6 @@ def print0(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None
     """``print`` on rank 0 only. Works with threads and before the process group exists, too."""
     if is_rank0():  # one write, so that output of other processes cannot come between
         print(sep.join(map(str, values)) + end, end="", file=file, flush=True)
-
-
-def _set_variables() -> None:
-    """Check torchrun's environment variables; under SLURM, set them."""
-    if "RANK" not in os.environ and is_slurm(os.environ):
-        for name, value in slurm_variables(os.environ).items():
-            os.environ.setdefault(name, value)
-    missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
-    if missing:
-        raise PlanError(
-            f"a mesh needs several processes: {', '.join(missing)} not set. Start the program with "
-            "'torchrun --nproc-per-node=4 train.py', 'penstock run --stages 4 train.py' or 'srun', or leave out mesh= "
-            "to use threads in this process"
-        )
-    rank, world, _ = (_number(os.environ, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    if rank >= world:
-        raise PlanError(f"RANK is {rank}, but WORLD_SIZE says that there are {world} processes, from 0 on")
 
 
 def num_gpus() -> int:
@@ -272,7 +267,7 @@ def _number(environ: Mapping[str, str], *names: str, otherwise: int | None = Non
     if text is None and otherwise is not None:
         return otherwise
     if text is None or not text.isascii() or not text.isdigit():
-        raise PlanError(f"{names[0]} must be a whole number, got {text!r}: was the program started by torchrun or srun?")
+        raise PlanError(f"{names[0]} must be a whole number, got {text!r}: start the program by torchrun or srun")
     return int(text)
 
 

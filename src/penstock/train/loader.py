@@ -126,8 +126,19 @@ class DataLoader(Generic[Sample]):
         if self.shuffle + len(given) > 1:
             raise PlanError("shuffle, sampler and batch_sampler each say the order: pass one of them")
         for name, sampler in given.items():
-            _require_global(name, sampler)
-            _require_repeatable(name, sampler)
+            inner: Any = sampler
+            while inner is not None:
+                if isinstance(inner, DistributedSampler):
+                    raise PlanError(f"{name} is a DistributedSampler, but each replica gets its share: leave it out")
+                inner = getattr(inner, "sampler", None)
+            drawn = [islice(_epoch_of(sampler, 0, 0), _REPEAT_CHECK) for _ in range(2)]
+            one, other = ([i.tolist() if hasattr(i, "tolist") else i for i in indices] for indices in drawn)
+            if one != other:
+                raise PlanError(
+                    f"{name}, a {type(sampler).__name__}, gives another order each time, so ranks would load different "
+                    "samples: leave its generator out, and it draws from seed and epoch; or let it have "
+                    "set_epoch(epoch), and give the same order for the same epoch"
+                )
 
     def __len__(self) -> int:
         """The number of steps in an epoch."""
@@ -380,25 +391,6 @@ def _prepared(sampler: Any, generator: torch.Generator, epoch: int) -> Any:
     if hasattr(own, "set_epoch"):
         own.set_epoch(epoch)
     return own
-
-
-def _require_global(name: str, sampler: Any) -> None:
-    if isinstance(sampler, DistributedSampler):
-        raise PlanError(f"{name} is a DistributedSampler, but the loader gives each replica its share: leave it out")
-    if getattr(sampler, "sampler", None) is not None:
-        _require_global(name, sampler.sampler)
-
-
-def _require_repeatable(name: str, sampler: Iterable[Any]) -> None:
-    """All ranks, and a resumed run, must get the same order."""
-    drawn = [islice(_epoch_of(sampler, 0, 0), _REPEAT_CHECK) for _ in range(2)]
-    one, other = ([i.tolist() if hasattr(i, "tolist") else i for i in indices] for indices in drawn)
-    if one != other:
-        raise PlanError(
-            f"{name}, a {type(sampler).__name__}, gives another order each time, so ranks would load different "
-            "samples: leave its generator out, and it draws from seed and epoch; or let it have set_epoch(epoch), and "
-            "give the same order for the same epoch"
-        )
 
 
 def _check_not_empty(batch: Iterable[Any]) -> list[Any]:

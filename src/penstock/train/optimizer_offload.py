@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
@@ -40,6 +40,7 @@ _PER_PARAMETER = (
 )
 _PLAIN = (Tensor, nn.Parameter)
 _Path = tuple[Any, ...]
+_PendingCopy = tuple[CopyStreams, CopyEvent, Tensor]  # a copy under way, with its tensor on the device
 _offloaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -156,12 +157,12 @@ class OffloadedOptimizer:
 
     def _fetch(self, keys: Iterable[Any]) -> list[_PendingCopy]:
         """Start copying the state of these parameters, and parameters in host memory, to the device."""
-        started = []
+        started: list[_PendingCopy] = []
         for key in keys:
             lease = None if self.weights is None else self.weights.lease(key)
             if lease is not None:
                 self._leases[key] = lease
-                started += [_PendingCopy(lease.copies, lease.event, tensor) for tensor in lease.on_device]
+                started += [(lease.copies, lease.event, tensor) for tensor in lease.on_device]
             host_tensors = self._host_tensors.get(key, {})
             for container, at, path, tensor in _tensors(self.optimizer.state.get(key)):
                 host_tensor = host_tensors.get(path)
@@ -169,18 +170,18 @@ class OffloadedOptimizer:
                     there = torch.empty_like(tensor, device=host_tensor.device)
                     host_tensor.event = host_tensor.copies.to_device([(tensor, there)])
                     container[at] = there
-                    started.append(_PendingCopy(host_tensor.copies, host_tensor.event, there))
+                    started.append((host_tensor.copies, host_tensor.event, there))
         return started
 
     def _send(self, keys: Iterable[Any] | None = None) -> list[_PendingCopy]:
         """Start copying the state of these parameters (default: all) and leased parameters to the host."""
-        started = []
+        started: list[_PendingCopy] = []
         for key in list(self._leases) if keys is None else keys:
             lease = self._leases.pop(key, None)
             if lease is not None:
                 # A fused update unscales gradients in place without incrementing their version counters.
                 unscaled = getattr(self.optimizer, "grad_scale", None) is not None
-                started += [_PendingCopy(lease.copies, *copy) for copy in lease.end(unscaled)]
+                started += [(lease.copies, *copy) for copy in lease.end(unscaled)]
         found = [
             (key, *place)
             for key in (list(self.optimizer.state) if keys is None else keys)
@@ -201,7 +202,7 @@ class OffloadedOptimizer:
                 host_tensor = host_tensors[path] = _HostTensor(copies, tensor.device, copies.allocate_host(tensor))
             host_tensor.event = copies.to_host([(tensor, host_tensor.host)], host_tensor.event)
             container[at] = host_tensor.host
-            started.append(_PendingCopy(copies, host_tensor.event, tensor))
+            started.append((copies, host_tensor.event, tensor))
         return started
 
     def _move_state_to_host(self) -> None:
@@ -227,20 +228,14 @@ class OffloadedOptimizer:
     @staticmethod
     def _wait_on_device(copies: Iterable[_PendingCopy]) -> None:
         """Let the device wait for copies: their targets can be used and their sources freed afterwards."""
-        for copy in copies:
-            copy.streams.wait(copy.event, copy.on_device)
+        for streams, event, tensor in copies:
+            streams.wait(event, tensor)
 
     @staticmethod
     def _wait_on_host(copies: Iterable[_PendingCopy]) -> None:
         """Let the host wait for copies, so that the state can be read after the step."""
-        for copy in copies:
-            copy.streams.synchronize(copy.event)
-
-
-class _PendingCopy(NamedTuple):
-    streams: CopyStreams
-    event: CopyEvent
-    on_device: Tensor
+        for streams, event, _ in copies:
+            streams.synchronize(event)
 
 
 @dataclass

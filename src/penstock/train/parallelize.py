@@ -46,7 +46,7 @@ def parallelize_stages(
         if mesh.sizes[dimension] > 1:
             tensors = (t for module in modules.values() for t in (*module.parameters(), *module.buffers()))
             broadcast_from_first(tensors, mesh[dimension].get_group())
-    before = _identities(modules, own)
+    before = {(stage, name): id(parameter) for stage, name, parameter in _members(modules, own)}
     made = {}
     for stage, module in modules.items():
         fake = FakeStage(stage, module, mesh.device)
@@ -77,7 +77,7 @@ def parallelize_stages(
             keep_edges_plain(result, stage)
         modules[stage] = result
         made[stage] = ParallelizedStage(fake if changed else None, wrapped, sharded)
-    _check_parameters(before, _identities(modules, own))
+    _check_parameters(before, {(stage, name): id(p) for stage, name, p in _members(modules, own)})
     sharded_name = next((name for _, name, p in _members(modules, own) if is_dtensor(p)), None)
     if sharded_name is not None and (options.accumulate is not None or options.offload is not None):
         raise PlanError(
@@ -94,10 +94,6 @@ def _members(modules: Mapping[int, nn.Module], own: FqnMap) -> Iterator[tuple[in
     for stage, module in modules.items():
         for name, parameter in module.named_parameters(remove_duplicate=False):
             yield stage, own(name), parameter
-
-
-def _identities(modules: Mapping[int, nn.Module], own: FqnMap) -> dict[tuple[int, str], int]:
-    return {(stage, name): id(parameter) for stage, name, parameter in _members(modules, own)}
 
 
 def _check_parameters(before: Mapping[tuple[int, str], int], after: Mapping[tuple[int, str], int]) -> None:

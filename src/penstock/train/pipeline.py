@@ -10,6 +10,7 @@ from operator import add
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from penstock import _registry
@@ -18,12 +19,11 @@ from penstock.engine.failure.watch import Rendezvous, digest
 from penstock.engine.loss import Outputs, StepOutcome, check_outputs
 from penstock.errors import PlanError
 from penstock.schedule.costs import Costs
-from penstock.schedule.recompute import Recompute
-from penstock.schedule.schedule import Edge, Schedule
+from penstock.schedule.schedule import Edge, Recompute, Schedule
 from penstock.schedule.search import auto
 from penstock.schedule.simulate import Prediction, simulate
 from penstock.split.plan import Plan
-from penstock.train.build import Devices, Init, Options, Parallelize, build
+from penstock.train.build import Devices, Options, build
 from penstock.train.mesh import Mesh
 from penstock.train.optimizer_offload import Offload, offload_optimizer, require_offloaded
 from penstock.train.state import PipelineState
@@ -138,14 +138,14 @@ class Pipeline(PipelineState):
         mesh: Mesh | None = None,
         reduction: str | None = None,
         outputs: Outputs = "all",
-        init: Init | None = None,
+        init: Callable[[nn.Module], object] | None = None,
         recompute: Recompute = "never",
         seed: int | None = None,
         accumulate: str | None = None,
         batchnorm: str = "microbatch",
         offload: Offload | None = None,
         dynamic: bool = False,
-        parallelize: Parallelize | None = None,
+        parallelize: Callable[[nn.Module, Mesh], nn.Module | None] | None = None,
         timeout: float | tuple[float | None, float | None] | None = 1800.0,
     ) -> None:
         arguments = dict(locals())

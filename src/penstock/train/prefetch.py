@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from torch import Tensor
 from penstock._torch import pytree
 
 T = TypeVar("T")
+CopiedBatch = tuple[Any, dict[torch.device, torch.cuda.Event]]
 
 
 class Prefetcher(Generic[T]):
@@ -97,13 +98,6 @@ def _stop_all() -> None:
         thread.join(10)
 
 
-class CopiedBatch(NamedTuple):
-    """A batch whose copies are in flight, and the events after them."""
-
-    batch: Any
-    events: dict[torch.device, torch.cuda.Event]
-
-
 class BatchCopier:
     """Copies batches to the GPUs of the first and last stage on separate streams; leaves those for the CPU."""
 
@@ -119,24 +113,25 @@ class BatchCopier:
         }
 
     def send(self, batch: Any) -> CopiedBatch:
-        """Start the copies, in the loading thread."""
+        """Start the copies, in the loading thread; returns the batch and the events after them."""
         if self.device is None:
-            return CopiedBatch(batch, {})
+            return batch, {}
         moved = copy_batch(batch, self.inputs, self.targets, self._copy)
-        return CopiedBatch(moved, {device: stream.record_event() for device, stream in self._streams.items()})
+        return moved, {device: stream.record_event() for device, stream in self._streams.items()}
 
     def receive(self, sent: CopiedBatch) -> Any:
         """The batch, usable by work that the caller submits to its streams from now on."""
-        for device, event in sent.events.items():
+        batch, events = sent
+        for device, event in events.items():
             torch.cuda.current_stream(device).wait_event(event)
-        if sent.events:
+        if events:
 
             def record(leaf: Any) -> None:
                 if isinstance(leaf, Tensor) and leaf.is_cuda:
                     leaf.record_stream(torch.cuda.current_stream(leaf.device))
 
-            map_leaves(record, sent.batch)
-        return sent.batch
+            map_leaves(record, batch)
+        return batch
 
     def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
         stream = self._streams[device]

@@ -48,10 +48,7 @@ def progress(
     if total is None:
         with suppress(TypeError):
             total = len(loader)  # type: ignore[arg-type]
-    return _iterate(loader, _Loop(pipe, total, label), every)
-
-
-def _iterate(loader: Iterable[T], loop: _Loop, every: int | None) -> Iterator[T]:
+    loop = _Loop(pipe, total, label)
     with progress_ui() if is_rank0() else nullcontext() as ui:
         if ui is not None:
             ui.begin(loop.label, loop.total)
@@ -64,7 +61,11 @@ def _iterate(loader: Iterable[T], loop: _Loop, every: int | None) -> Iterator[T]
                 else:
                     loop.show(ui, every)
             if ui is not None:
-                loop.wait_for_others()
+                end = time.monotonic() + _END_WAIT
+                loop.read_others(now=True)
+                while not all(last for _, last in loop.others) and time.monotonic() < end:
+                    time.sleep(0.002)
+                    loop.read_others(now=True)
         except GeneratorExit:  # left within a step, which counts if the pipeline has run one
             if loop.pipe is not None and loop.pipe.step_totals.steps > loop.pipeline_steps:
                 loop.step()
@@ -161,11 +162,3 @@ class _Loop:
         if due:
             self.exchanged_at = time.monotonic()
         return due
-
-    def wait_for_others(self) -> None:
-        """Give the ranks that have begun the loop a moment to publish their last bubble."""
-        end = time.monotonic() + _END_WAIT
-        self.read_others(now=True)
-        while not all(last for _, last in self.others) and time.monotonic() < end:
-            time.sleep(0.002)
-            self.read_others(now=True)

@@ -76,6 +76,7 @@ class GradScaler:
         # A tensor, not a number: a float16 loss becomes float32, which the scale does not overflow.
         return outputs * torch.full((), self._scale, device=outputs.device)
 
+    @torch.no_grad()
     def unscale_(self, optimizer: Optimizer | None) -> None:
         """Divide the gradients of an optimizer's parameters by the scale, for example to clip them before ``step``."""
         if not self._enabled or optimizer is None:
@@ -89,7 +90,22 @@ class GradScaler:
                 f"the pipeline's gradients are scaled by {self._pipe.loss_scale:g}, this scaler's scale is "
                 f"{self._scale:g}: use one scaler for a pipeline, the one that was made last"
             )
-        self._local_states[optimizer] = self._unscale(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if any(parameter.grad.dtype is torch.float16 for parameter in parameters):
+            self._local_states[optimizer] = _HALF  # ``step`` raises the error on all ranks; no gradient is changed
+            return
+        grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            if not parameter.grad.is_sparse and parameter.grad.is_conj():
+                parameter.grad = parameter.grad.resolve_conj()
+            grad = to_local(parameter.grad)
+            values = grad._values() if grad.is_sparse else grad
+            grads[values.device, values.dtype].append(torch.view_as_real(values) if values.is_complex() else values)
+        flags = []
+        for (device, _), group in grads.items():
+            flags.append(torch.zeros((), device=device))
+            foreach_unscale_(group, flags[-1], torch.full((), 1 / self._scale, device=device))
+        self._local_states[optimizer] = max(map(float, flags), default=_FINITE)
 
     def step(self, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Any:
         """Call ``optimizer.step()`` on all ranks, or on none if gradients of any rank have an inf or a nan."""
@@ -183,25 +199,6 @@ class GradScaler:
             grown = _to_float32(self._scale * self._growth_factor)
             self._scale, self._growth_tracker = grown if math.isfinite(grown) else self._scale, 0
         self._pipe.loss_scale = self._scale
-
-    @torch.no_grad()
-    def _unscale(self, optimizer: Optimizer) -> float:
-        """Divide the gradients by the scale; returns their state on this rank."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if any(parameter.grad.dtype is torch.float16 for parameter in parameters):
-            return _HALF  # ``step`` raises the error on all ranks; no gradient is changed
-        grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for parameter in parameters:
-            if not parameter.grad.is_sparse and parameter.grad.is_conj():
-                parameter.grad = parameter.grad.resolve_conj()
-            grad = to_local(parameter.grad)
-            values = grad._values() if grad.is_sparse else grad
-            grads[values.device, values.dtype].append(torch.view_as_real(values) if values.is_complex() else values)
-        flags = []
-        for (device, _), group in grads.items():
-            flags.append(torch.zeros((), device=device))
-            foreach_unscale_(group, flags[-1], torch.full((), 1 / self._scale, device=device))
-        return max(map(float, flags), default=_FINITE)
 
 
 def _to_float32(number: Any) -> float:

@@ -121,7 +121,7 @@ class PipelineState:
 
         For an optimizer that has the model's parameters instead of the pipeline's: copies are not among those.
         """
-        self._executor.align_ties()
+        self._executor.ties.align()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clip the gradients of the whole model by their norm over all ranks, and return that norm on all of them."""

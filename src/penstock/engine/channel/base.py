@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -28,6 +27,8 @@ from penstock._torch import gloo_options
 from penstock.engine.failure.sockets import PipelineSockets
 from penstock.engine.message import TensorMeta
 
+# A new NCCL group reads these, and leaves failures to the watch, which makes all ranks raise the cause. By default a
+# group whose peer is gone waits a minute for a dump, and then ends its process.
 _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
 
 Group = Any  # a backend: ProcessGroupGloo or ProcessGroupNCCL
@@ -197,8 +198,16 @@ def open_group(sockets: PipelineSockets, name: str, ranks: Sequence[int], rank: 
     if uses_nccl(device):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = sockets.timeout
-        with _nccl_without_error_handling():
+        before = {name: os.environ.get(name) for name in _NCCL_ENVIRONMENT}
+        os.environ.update(_NCCL_ENVIRONMENT)
+        try:
             group = dist.ProcessGroupNCCL(store, index, len(ranks), options)
+        finally:
+            for variable, value in before.items():
+                if value is None:
+                    del os.environ[variable]
+                else:
+                    os.environ[variable] = value
         sockets.nccl.append(group)
         return group
     options = gloo_options()
@@ -206,22 +215,3 @@ def open_group(sockets: PipelineSockets, name: str, ranks: Sequence[int], rank: 
     options._timeout = sockets.timeout
     options._threads = 1
     return dist.ProcessGroupGloo(store, index, len(ranks), options)
-
-
-@contextmanager
-def _nccl_without_error_handling() -> Iterator[None]:
-    """Set the environment variables that a new NCCL group reads, so that it leaves failures to the watch.
-
-    By default a group whose peer is gone waits a minute for a dump, and then ends its process. The watch instead makes
-    all ranks raise the cause, which programs may catch.
-    """
-    before = {name: os.environ.get(name) for name in _NCCL_ENVIRONMENT}
-    os.environ.update(_NCCL_ENVIRONMENT)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

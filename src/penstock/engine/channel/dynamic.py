@@ -70,7 +70,8 @@ class DynamicEndpoint:
             if length > DATA_BYTES:
                 data = bytearray(length)
                 self.headers.wait(self.headers.recv([partial(torch.frombuffer, data, dtype=torch.uint8)], REST))
-            channel.expect(pickle.loads(data))
+            channel.meta = meta = pickle.loads(data)
+            channel.buffers = self.tensors.buffer_factories([tensor.in_memory() for tensor in meta.tensors()])
         channel.pending[microbatch] = (channel.meta, self.tensors.recv(channel.buffers))
 
     def send(self, tensors: Sequence[Tensor], header: bytes | None) -> list[Any]:
@@ -117,10 +118,6 @@ class DynamicForwardChannel:
         works = self.endpoint.headers.recv([partial(torch.frombuffer, row, dtype=torch.uint8)], HEADER)
         self.endpoint.pending.append(_PendingHeader(self, microbatch, row, works))
         read_arrived_headers(self.endpoints)
-
-    def expect(self, meta: MessageMeta) -> None:
-        self.meta = meta
-        self.buffers = self.endpoint.tensors.buffer_factories([tensor.in_memory() for tensor in meta.tensors()])
 
     def wait_recv(self, microbatch: int) -> None:
         while microbatch not in self.pending:

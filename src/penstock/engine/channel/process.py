@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.channel.base import ChannelError, ChannelOps, Endpoint, bind_ops, to_contiguous
-from penstock.engine.message import Message, MessageMeta, TensorMeta, meta_of, require_dense, tensor_message
+from penstock.engine.message import Grads, Message, MessageMeta, TensorMeta, meta_of, require_dense, tensor_message
 from penstock.errors import PlanError
 
 
@@ -88,7 +88,7 @@ class InFlightOutput(InFlight):
 class InFlightGradient(InFlight):
     """The gradient of a stage's only input."""
 
-    def send(self, payload: Sequence[Tensor | None]) -> None:
+    def send(self, payload: Grads) -> None:
         (tensor,) = payload
         if tensor is None:  # expected, but the loss did not depend on it this time
             tensor = torch.zeros(self.shape, dtype=self.dtype, device=self.endpoint.device)
@@ -102,28 +102,22 @@ class InFlightGradient(InFlight):
 class ProcessChannel:
     """One edge in one direction. ``tensors`` are the formats of each micro-batch's tensors."""
 
-    def __init__(self, endpoint: Endpoint, name: str, tensors: Sequence[Sequence[TensorMeta]]) -> None:
+    def __init__(self, endpoint: Endpoint, tensors: Sequence[Sequence[TensorMeta]]) -> None:
         self.endpoint = endpoint
-        self.name = name
         self.tensors = tensors
         self.buffers = [endpoint.buffer_factories(row) for row in tensors]
         self.pending: dict[int, list[Any]] = {}  # works with their tensors
         self.received: dict[int, list[Tensor]] = {}
-        self.in_flight: dict[int, InFlightOutput | InFlightGradient | None] = {}  # None: not a single tensor
+        # The micro-batches whose messages have one tensor; a subclass adds those that are this tensor and nothing else.
+        single = [k for k, row in enumerate(tensors) if len(row) == 1 and 0 not in row[0].shape]
+        self.single = [] if endpoint.staged else single
+        self.in_flight: dict[int, InFlightOutput | InFlightGradient] = {}
 
     def ops(self, microbatch: int) -> ChannelOps:
-        if microbatch not in self.in_flight:
-            metas = self.tensors[microbatch]
-            single = len(metas) == 1 and 0 not in metas[0].shape and not self.endpoint.staged
-            self.in_flight[microbatch] = self.new_in_flight(microbatch) if single else None
-        one = self.in_flight[microbatch]
+        one = self.in_flight.get(microbatch)
         if one is None:
             return bind_ops(self, microbatch)
         return ChannelOps(one.send, one.wait, one.get, one.post_recv, one.wait_send)
-
-    def new_in_flight(self, microbatch: int) -> InFlightOutput | InFlightGradient | None:
-        """The message of a micro-batch that has one tensor; None if it is not this tensor and nothing else."""
-        raise NotImplementedError
 
     def post_recv(self, microbatch: int) -> None:
         self.pending[microbatch] = self.endpoint.recv(self.buffers[microbatch])
@@ -137,7 +131,7 @@ class ProcessChannel:
     def close(self) -> None:
         self.pending.clear()
         self.received.clear()
-        for message in filter(None, self.in_flight.values()):
+        for message in self.in_flight.values():
             message.work = message.tensor = None
 
 
@@ -147,14 +141,12 @@ class ForwardChannel(ProcessChannel):
     def __init__(self, endpoint: Endpoint, name: str, metas: Sequence[MessageMeta]) -> None:
         for meta in metas:
             require_dense(meta, name)
-        super().__init__(endpoint, name, [[tensor.in_memory() for tensor in meta.tensors()] for meta in metas])
-        self.metas = metas
+        super().__init__(endpoint, [[tensor.in_memory() for tensor in meta.tensors()] for meta in metas])
+        self.name, self.metas = name, metas
         self.permuted = [any(tensor.order is not None for tensor in meta.tensors()) for meta in metas]
-
-    def new_in_flight(self, microbatch: int) -> InFlightOutput | None:
-        meta = self.metas[microbatch]
-        bare = meta.spec is None and not self.permuted[microbatch]
-        return InFlightOutput(self.endpoint, meta, self.name) if bare else None
+        for k in self.single:
+            if metas[k].spec is None and not self.permuted[k]:
+                self.in_flight[k] = InFlightOutput(endpoint, metas[k], name)
 
     def send(self, microbatch: int, payload: Message) -> None:
         meta = self.metas[microbatch]
@@ -162,7 +154,8 @@ class ForwardChannel(ProcessChannel):
             _raise_mismatch(payload, meta, self.name)
         tensors = [leaf for leaf in payload.leaves if isinstance(leaf, Tensor)]
         if self.permuted[microbatch]:
-            tensors = [own.to_memory(tensor) for own, tensor in zip(meta.tensors(), tensors, strict=True)]
+            orders = [tensor.order for tensor in meta.tensors()]
+            tensors = [x if order is None else x.permute(order) for x, order in zip(tensors, orders, strict=True)]
         self.pending[microbatch] = self.endpoint.send(tensors)
 
     def get(self, microbatch: int) -> Message:
@@ -172,21 +165,18 @@ class ForwardChannel(ProcessChannel):
 class BackwardChannel(ProcessChannel):
     """Gradients to an earlier stage; ``present`` says which of the wanted gradients exist, per micro-batch."""
 
-    def __init__(
-        self, endpoint: Endpoint, name: str, metas: Sequence[MessageMeta], present: Sequence[Sequence[bool]]
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, metas: Sequence[MessageMeta], present: Sequence[Sequence[bool]]) -> None:
         tensors: list[list[TensorMeta]] = [
             [meta.leaves[i] for i, exists in zip(meta.wants, row, strict=True) if exists]
             for meta, row in zip(metas, present, strict=True)
         ]
-        super().__init__(endpoint, name, tensors)
+        super().__init__(endpoint, tensors)
         self.present = present
+        for k in self.single:
+            if len(present[k]) == 1:
+                self.in_flight[k] = InFlightGradient(endpoint, *tensors[k])
 
-    def new_in_flight(self, microbatch: int) -> InFlightGradient | None:
-        bare = len(self.present[microbatch]) == 1
-        return InFlightGradient(self.endpoint, *self.tensors[microbatch]) if bare else None
-
-    def send(self, microbatch: int, grads: Sequence[Tensor | None]) -> None:
+    def send(self, microbatch: int, grads: Grads) -> None:
         metas = self.tensors[microbatch]
         if len(metas) != len(grads):
             grads = [grad for grad, exists in zip(grads, self.present[microbatch], strict=True) if exists]
@@ -197,7 +187,7 @@ class BackwardChannel(ProcessChannel):
             tensors.append(grad)
         self.pending[microbatch] = self.endpoint.send(tensors)
 
-    def get(self, microbatch: int) -> Sequence[Tensor | None]:
+    def get(self, microbatch: int) -> Grads:
         tensors = iter(self.received.pop(microbatch))
         return [next(tensors) if exists else None for exists in self.present[microbatch]]
 

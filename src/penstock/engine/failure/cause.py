@@ -14,18 +14,14 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from penstock.engine.channel.base import ChannelError
 from penstock.errors import PipelineError, text_of
 
 CAUSE_WAIT = 4.0  # seconds to wait for a published cause when a channel broke
-PROCESS_DIED = "its process is gone without an error (killed, or out of memory?)"
 RANK_CLOSED = "it has closed its pipeline, or ended, while others still use it"
 
 
@@ -64,15 +60,6 @@ class FailureStore:
         text = "".join(traceback.format_exception(error))
         return self.publish(Cause(self.rank, f"{prefix}{type(error).__name__}", text_of(error), text, *place))
 
-    def report_broken_channel(self, error: ChannelError) -> Cause:
-        """The cause of a broken channel: a published one, else publish that the channel broke."""
-        found = self.wait_for_cause(error.peer)
-        if found is None:
-            peer = self.rank if error.peer is None else error.peer
-            observer = "" if peer == self.rank else f"seen by rank {self.rank}: "
-            found = self.publish(Cause(peer, "", f"{observer}{error}"))
-        return found
-
     def wait_for_cause(self, peer: int | None = None) -> Cause | None:
         """Wait up to four seconds for the cause of a broken channel: one with ``peer``, if that is known."""
         peers = [rank for rank in self.ranks if rank != self.rank] if peer is None else [peer]
@@ -89,11 +76,6 @@ class FailureStore:
         except RuntimeError:
             return store_unreachable()
         return None
-
-    def mark_closed(self) -> None:
-        """Publish that this rank has closed the pipeline, by itself or after a failure."""
-        with suppress(RuntimeError):  # the store may be gone, and with it everyone who would read it
-            self.store.set(f"closed/{self.rank}", "1")
 
     def have_closed(self, *ranks: int) -> bool:
         closed: bool = self.store.check([f"closed/{rank}" for rank in ranks])
@@ -114,11 +96,6 @@ class FailureStore:
             return self.read() or cause
         except RuntimeError:
             return cause
-
-
-def is_connection_error(error: BaseException) -> bool:
-    """Whether torch raised this because another process is gone, as in a collective inside of a stage."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def launcher_owns_store() -> bool:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -53,18 +53,12 @@ class ProgramPosition:
         return self.instructions[self.at] if self.at >= 0 else None
 
 
-class CallPhase(NamedTuple):
-    """A part of a call outside of the program: what a rank receives in it, and what it does in it by itself."""
-
-    received: str
-    work: str
-
-
-BUILD = CallPhase("its pipeline", "building its pipeline")
-NEXT_BATCH = CallPhase("the next mini-batch", "preparing a mini-batch")
-REDUCE_GRADS = CallPhase("sums of gradients", "summing gradients")
-LOSS = CallPhase("the loss", "computing the loss")
-EXCHANGE = CallPhase("values", "exchanging values")
+# The phases of a call outside of the program: what a rank receives in it, and what it does in it by itself.
+BUILD = ("its pipeline", "building its pipeline")
+NEXT_BATCH = ("the next mini-batch", "preparing a mini-batch")
+REDUCE_GRADS = ("sums of gradients", "summing gradients")
+LOSS = ("the loss", "computing the loss")
+EXCHANGE = ("values", "exchanging values")
 
 
 @dataclass(frozen=True)
@@ -125,7 +119,7 @@ class RankStatus:
         """While this rank waits for other world ranks; ``how`` reads as in "for the loss from"."""
         before = self._waiting
         self._num_waits += 1
-        self._waiting = (f"for {self.phase.received} from" if how is None else how, tuple(ranks))
+        self._waiting = (f"for {self.phase[0]} from" if how is None else how, tuple(ranks))
         try:
             yield
         finally:
@@ -141,7 +135,7 @@ class RankStatus:
         if not depth and self.phase is not BUILD:
             return key, Snapshot("idle", "a step" if self.num_calls else "")
         if not depth or runner is None or at < 0:
-            return key, Snapshot("works", self.phase.work)
+            return key, Snapshot("works", self.phase[1])
         instruction = runner.instructions[at]
         kind, stage, microbatch, peer = instruction
         if kind.startswith("RECV"):
@@ -196,12 +190,8 @@ class HangLimits:
         return 1.0 if self.earliest is None else min(1.0, self.earliest / 4)
 
 
-class WaitChain(NamedTuple):
-    """Who waits for whom as text, the rank at the end of the chain, and its snapshot if it has sent one."""
-
-    text: str
-    end: int
-    snapshot: Snapshot | None
+# Who waits for whom as text, the rank at the end of the chain, and its snapshot if it has sent one.
+WaitChain = tuple[str, int, Snapshot | None]
 
 
 @dataclass
@@ -265,9 +255,9 @@ def wait_chain(rank: int, snapshot: Snapshot, read: Callable[[int], Snapshot | N
         text += f", which {status}" if len(others) == 1 else f", of which rank {rank} {status}"
         path.append(rank)
         if found is None or not found.waits:
-            return WaitChain(text, rank, found)
+            return text, rank, found
         if set(found.ranks) & set(path):
-            return WaitChain(f"{text}: they wait for each other", rank, found)
+            return f"{text}: they wait for each other", rank, found
         snapshot = found
 
 
@@ -305,27 +295,19 @@ class Heartbeat:
         return snapshot
 
 
-class ThreadHangDetector:
-    """Hang detection for a pipeline in threads: the caller, who waits for all ranks, calls ``check`` periodically."""
+def thread_status(runner: ProgramPosition, thread: threading.Thread, stage_ranks: Sequence[int]) -> RankStatus:
+    """The status of a rank that runs a program in another thread of this process."""
+    status = RankStatus()
+    status.enter_call()
+    status.runner, status.stage_ranks, status.thread = runner, stage_ranks, thread.ident or 0
+    return status
 
-    def __init__(
-        self, runners: Sequence[ProgramPosition], stage_ranks: Sequence[int], threads: Sequence[int], limits: HangLimits
-    ) -> None:
-        self._arguments = (runners, stage_ranks, threads, limits)
-        self.ranks: list[HangDetector] = []
 
-    def check(self) -> None:
-        """Log the ranks that have waited for long; raise a ``PipelineError`` if it was longer than the timeout."""
-        if not self.ranks:  # most runs end before the first check
-            runners, stage_ranks, threads, limits = self._arguments
-            for runner, thread in zip(runners, threads, strict=True):
-                status = RankStatus()
-                status.enter_call()
-                status.runner, status.stage_ranks, status.thread = runner, stage_ranks, thread
-                self.ranks.append(HangDetector(status, limits))
-        now = time.monotonic()
-        snapshots = [rank.update(now) for rank in self.ranks]
-        for number, (rank, snapshot) in enumerate(zip(self.ranks, snapshots, strict=True)):
-            cause = rank.check(snapshot, now, partial(wait_chain, number, snapshot, snapshots.__getitem__))
-            if cause is not None:
-                raise cause.error()
+def check_threads(detectors: Sequence[HangDetector]) -> None:
+    """Log the ranks that have waited for long; raise a ``PipelineError`` if it was longer than the timeout."""
+    now = time.monotonic()
+    snapshots = [detector.update(now) for detector in detectors]
+    for rank, (detector, snapshot) in enumerate(zip(detectors, snapshots, strict=True)):
+        cause = detector.check(snapshot, now, partial(wait_chain, rank, snapshot, snapshots.__getitem__))
+        if cause is not None:
+            raise cause.error()

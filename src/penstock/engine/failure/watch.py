@@ -49,26 +49,19 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
 from penstock._torch import default_store
 from penstock.engine.channel.base import ChannelError
 from penstock.engine.failure import sockets, status
-from penstock.engine.failure.cause import (
-    PROCESS_DIED,
-    RANK_CLOSED,
-    Cause,
-    FailureStore,
-    is_connection_error,
-    launcher_owns_store,
-    store_unreachable,
-)
+from penstock.engine.failure.cause import RANK_CLOSED, Cause, FailureStore, launcher_owns_store, store_unreachable
 from penstock.errors import PenstockError, PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
 from penstock.version import __version__
 
 POLL_INTERVAL = 0.2
+PROCESS_DIED = "its process is gone without an error (killed, or out of memory?)"
 INTERRUPT_AFTER = 1.0  # seconds that a main thread has to notice the failure by itself
 ABORT_FOREIGN_AFTER = (3.0, 30.0)  # seconds until foreign groups are aborted: in a collective, and anywhere else
 EXIT_AFTER = 5.0  # seconds from a timeout to the exit of a process that hangs
@@ -117,7 +110,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name=f"penstock watch of rank {rank}", daemon=True)
         self._thread.start()
         self._finalizer = util.Finalize(None, self._on_process_exit, exitpriority=100)
-        _install_excepthook(self)
+        _set_excepthook(self, watching=True)
 
     def set_limits(self, stuck_after: float | None, timeout: float | None) -> None:
         """Seconds of waiting after which to report, and after which to fail; None: never."""
@@ -132,9 +125,7 @@ class Watch:
             raise PipelineStopped(self.cause)
         self.status.enter_call()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         depth = self.status.call_depth - 1
         try:
             with self._lock:  # no interrupt is sent from here on
@@ -148,10 +139,16 @@ class Watch:
 
     def explain(self, error: BaseException) -> PipelineError:
         """The error that all ranks raise for one that ended a call; published if this rank is the first to fail."""
-        if isinstance(error, ChannelError):
-            return self.failures.report_broken_channel(error).error()
+        # Torch also raises errors because another process is gone, as in a collective inside of a stage.
+        gone = isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
         known = self.cause if self.interrupted else None
-        if known is None and not self.interrupted and is_connection_error(error):
+        if isinstance(error, ChannelError):
+            known = self.failures.wait_for_cause(error.peer)
+            if known is None:
+                peer = self.rank if error.peer is None else error.peer
+                observer = "" if peer == self.rank else f"seen by rank {self.rank}: "
+                known = self.failures.publish(Cause(peer, "", f"{observer}{error}"))
+        elif gone and not self.interrupted:
             known = self.failures.wait_for_cause()
         if known is not None:
             return known.error()
@@ -169,12 +166,12 @@ class Watch:
         self._closed = True
         self.status.call_depth = 0
         self._finalizer.cancel()
-        _remove_excepthook(self)
+        _set_excepthook(self, watching=False)
         if not self._client.gone:
-            if self.cause is not None or self.failures.known_since is not None:
-                with suppress(RuntimeError):  # the store is gone since
+            with suppress(RuntimeError):  # the store may be gone since, and with it everyone who would read this
+                if self.cause is not None or self.failures.known_since is not None:
                     sockets.publish_foreign_connections(self._store, self.rank)
-            self.failures.mark_closed()
+                self.failures.store.set(f"closed/{self.rank}", "1")
             known = [x for x in (self.failures.known_since, self._thread_failures.known_since) if x is not None]
             if known and self.rank == 0 and not launcher_owns_store():
                 # The store may end with this process: give the others time to read the cause.
@@ -197,8 +194,7 @@ class Watch:
         """The process ends, or the program leaves the pipeline's context, with an error or without."""
         if self._closed or os.getpid() != self._pid:
             return
-        if is_failed_exit(error) and self.cause is None and not self._client.gone:
-            assert error is not None
+        if error is not None and is_failed_exit(error) and self.cause is None and not self._client.gone:
             self.cause = self.failures.report(error)
         self.stop()
 
@@ -318,20 +314,15 @@ _excepthook_lock = threading.RLock()  # a watch may stop while another one start
 _previous_excepthook: Callable[..., Any] | None = None  # while ours is installed
 
 
-def _install_excepthook(watch: Watch) -> None:
+def _set_excepthook(watch: Watch, *, watching: bool) -> None:
+    """Add or remove a watch. Our hook is installed with the first, and removed with the last."""
     global _previous_excepthook
     with _excepthook_lock:
-        _watches.add(watch)
-        if _previous_excepthook is None:
+        (_watches.add if watching else _watches.discard)(watch)
+        if _watches and _previous_excepthook is None:
             _previous_excepthook, sys.excepthook = sys.excepthook, _on_uncaught_exception
-
-
-def _remove_excepthook(watch: Watch) -> None:
-    global _previous_excepthook
-    with _excepthook_lock:
-        _watches.discard(watch)
         # A hook that was installed after ours calls ours, which must stay then.
-        if not _watches and sys.excepthook is _on_uncaught_exception and _previous_excepthook is not None:
+        elif not _watches and sys.excepthook is _on_uncaught_exception and _previous_excepthook is not None:
             sys.excepthook, _previous_excepthook = _previous_excepthook, None
 
 

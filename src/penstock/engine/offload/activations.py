@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ class ActivationOffload:
         """Around a stage's forward on ``inputs``: the tensors that it saves are offloaded under ``key``."""
         offloaded = self._offloaded[key] = []
         resident = [t for t in (*self.resident, *inputs) if type(t) in _TENSORS and t.layout is torch.strided]
-        return saved_tensors_hooks(PackHook(self, offloaded, set(map(storage_id, resident))), _unpack)
+        hook = PackHook(self, offloaded, set(map(storage_id, resident)))
+        return saved_tensors_hooks(hook, lambda packed: packed.get())
 
     def prefetch(self, key: Hashable) -> None:
         """Start to copy back all that was offloaded under ``key`` and is still needed."""
@@ -123,21 +125,19 @@ class ActivationOffload:
             self.copies.wait(event)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _HostBytes:
     """Bytes of one storage on the host, and on the device once they are needed there.
 
     It lives as long as autograd holds a tensor packed in it; then its buffer is free for others.
     """
 
-    __slots__ = ("__weakref__", "_event", "_fetched", "_waited", "buffer", "offload", "size")
-
-    def __init__(self, offload: ActivationOffload, buffer: HostBuffer, size: int) -> None:
-        self.offload = offload
-        self.buffer = buffer
-        self.size = size
-        self._fetched: Tensor | None = None
-        self._event: CopyEvent | None = None
-        self._waited = False
+    offload: ActivationOffload
+    buffer: HostBuffer
+    size: int
+    _fetched: Tensor | None = None
+    _event: CopyEvent | None = None
+    _waited: bool = False
 
     def fetch(self) -> Tensor:
         if self._fetched is None:
@@ -159,21 +159,29 @@ class _HostBytes:
         self.offload.pool.release(self.buffer)
 
 
+@dataclass(eq=False)
 class PackHook:
-    """The pack hook of one forward: a tensor becomes an ``_OffloadedTensor`` or a ``_ResidentTensor``."""
+    """The pack hook of one forward: a tensor becomes a ``_SavedTensor``, on the host or not.
 
-    def __init__(
-        self, offload: ActivationOffload, offloaded: list[weakref.ref[_HostBytes]], resident: set[int]
-    ) -> None:
-        self.offload = offload
-        self.offloaded = offloaded
-        self.resident = resident  # identities of storages
-        # Weak references: every node of the graph holds this hook, and must not hold the bytes of other nodes.
-        self.known: dict[tuple[int, ...], tuple[weakref.ref[Tensor], weakref.ref[_HostBytes]]] = {}
+    It has weak references: every node of the graph holds this hook, and must not hold the bytes of other nodes.
+    """
 
-    def __call__(self, tensor: Tensor) -> _OffloadedTensor | _ResidentTensor:
-        if not self._may_offload(tensor):
-            return _ResidentTensor(tensor)
+    offload: ActivationOffload
+    offloaded: list[weakref.ref[_HostBytes]]
+    resident: set[int]  # identities of storages
+    known: dict[tuple[int, ...], tuple[weakref.ref[Tensor], weakref.ref[_HostBytes]]] = field(default_factory=dict)
+
+    def __call__(self, tensor: Tensor) -> _SavedTensor:
+        if (
+            type(tensor) not in _TENSORS
+            or tensor.layout is not torch.strided
+            or tensor.device != self.offload.device
+            or tensor.nbytes < max(1, self.offload.smallest)
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or storage_id(tensor) in self.resident
+        ):
+            return _SavedTensor(tensor)
         storage = tensor.untyped_storage()
         width = tensor.itemsize
         start = int(tensor.storage_offset()) * width
@@ -191,69 +199,39 @@ class PackHook:
             content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             host_bytes = self.offload.copy_to_host(content.set_(storage, begin, (end - begin,), (1,)))
             if host_bytes is None:
-                return _ResidentTensor(tensor)
+                return _SavedTensor(tensor)
             self.known[key] = weakref.ref(base), weakref.ref(host_bytes)
             self.offloaded.append(weakref.ref(host_bytes))
-        return _OffloadedTensor(tensor, host_bytes, (start - begin) // width)
-
-    def _may_offload(self, tensor: Tensor) -> bool:
-        return (
-            type(tensor) in _TENSORS
-            and tensor.layout is torch.strided
-            and tensor.device == self.offload.device
-            and tensor.nbytes >= max(1, self.offload.smallest)
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-            and storage_id(tensor) not in self.resident
-        )
+        return _SavedTensor(tensor, host_bytes, (start - begin) // width)
 
 
-class _ResidentTensor:
-    """A saved tensor that stays on the device, detached: a node that held its own output would never be freed."""
+class _SavedTensor:
+    """A saved tensor as a view of bytes on the host, or, without ``host_bytes``, on the device.
 
-    __slots__ = ("tensor", "version")
+    ``stamp`` has the tensor's version counter, because autograd checks the versions only of tensors that it holds
+    itself. It is detached: a node that held its own output would never be freed. With ``host_bytes`` it has no memory.
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.version = tensor._version
+    __slots__ = ("host_bytes", "shape", "stamp", "version", "view")
 
-    def get(self) -> Tensor:
-        _check_version(self.tensor, self.version, tuple(self.tensor.shape))
-        return self.tensor
-
-
-class _OffloadedTensor:
-    """A saved tensor as a view of bytes on the host. ``stamp`` has the tensor's version counter, and no memory."""
-
-    __slots__ = ("dtype", "host_bytes", "offset", "shape", "stamp", "stride", "version")
-
-    def __init__(self, tensor: Tensor, host_bytes: _HostBytes, offset: int) -> None:
-        self.host_bytes = host_bytes
-        self.dtype = tensor.dtype
-        self.offset = offset
-        self.shape = tuple(tensor.shape)
-        self.stride = tensor.stride()
-        self.version = tensor._version
+    def __init__(self, tensor: Tensor, host_bytes: _HostBytes | None = None, offset: int = 0) -> None:
         self.stamp = tensor.detach()
-        self.stamp.data = tensor.new_empty(0)
+        self.version = tensor._version
+        self.shape = tuple(tensor.shape)
+        self.host_bytes = host_bytes
+        if host_bytes is not None:
+            self.view = offset, self.shape, tensor.stride()
+            self.stamp.data = tensor.new_empty(0)
 
     def get(self) -> Tensor:
-        _check_version(self.stamp, self.version, self.shape)
+        stamp = self.stamp
+        if stamp._version != self.version:
+            raise PipelineError(
+                f"a {stamp.dtype} tensor of shape {self.shape} that the backward needs was modified by an inplace "
+                f"operation after the forward saved it: it is at version {stamp._version}, saved at version "
+                f"{self.version}. Change a copy instead (x.clone())"
+            )
+        if self.host_bytes is None:
+            return stamp
         storage = self.host_bytes.get().untyped_storage()
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
-            storage, self.offset, self.shape, self.stride
-        )
-
-
-def _unpack(packed: _OffloadedTensor | _ResidentTensor) -> Tensor:
-    return packed.get()
-
-
-def _check_version(stamp: Tensor, version: int, shape: tuple[int, ...]) -> None:
-    """Autograd checks the versions of tensors that it holds itself, not of those that hooks hold."""
-    if stamp._version != version:
-        raise PipelineError(
-            f"a {stamp.dtype} tensor of shape {shape} that the backward needs was modified by an inplace operation "
-            f"after the forward saved it: it is at version {stamp._version}, saved at version {version}. "
-            "Change a copy instead (x.clone())"
-        )
+        return torch.empty(0, dtype=stamp.dtype, device=storage.device).set_(storage, *self.view)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 CopyEvent = Any  # the end of a copy; on CUDA a torch.cuda.Event
-Pairs = Iterable[tuple[Tensor, Tensor]]  # sources and targets
+Pairs = Sequence[tuple[Tensor, Tensor]]  # sources and targets
 
 
 class CopyStreams:
@@ -44,26 +44,22 @@ class CopyStreams:
 
     def to_host(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
         """Start copies to the host. Sources must live until their event was waited for."""
-        event, size = self._copy(self._to_host, pairs, after)
-        self.bytes_to_host += size
-        return event
+        self.bytes_to_host += sum(source.nbytes for source, _ in pairs)
+        return self._copy(self._to_host, pairs, after)
 
     def to_device(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
         """Start copies to the device. Targets must live until their event was waited for, or be ``discard``ed."""
-        event, size = self._copy(self._to_device, pairs, after)
-        self.bytes_to_device += size
-        return event
+        self.bytes_to_device += sum(source.nbytes for source, _ in pairs)
+        return self._copy(self._to_device, pairs, after)
 
-    def _copy(self, stream: torch.cuda.Stream, pairs: Pairs, after: CopyEvent | None) -> tuple[CopyEvent, int]:
+    def _copy(self, stream: torch.cuda.Stream, pairs: Pairs, after: CopyEvent | None) -> CopyEvent:
         stream.wait_stream(torch.cuda.current_stream(self.device))
         if after is not None:
             stream.wait_event(after)
-        size = 0
         with torch.cuda.stream(stream):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-                size += source.nbytes
-        return stream.record_event(), size
+        return stream.record_event()
 
     def wait(self, event: CopyEvent, target: Tensor | None = None) -> None:
         """Make later work of the current stream, which uses ``target``, wait for ``event``."""
@@ -108,8 +104,15 @@ class HostBufferPool:
                 self._idle[buffer.tensor.nbytes].append(buffer)
             if self._idle[size]:
                 return self._idle[size].pop()
-            if self.budget is not None and not self._evict_idle(size, self.budget):
-                return None
+            if self.budget is not None:  # free idle buffers of other sizes until these bytes fit
+                idle = sum(length * len(buffers) for length, buffers in self._idle.items())
+                if self.bytes - idle + size > self.budget:
+                    return None
+                for length in sorted(self._idle, reverse=True):
+                    while self._idle[length] and self.bytes + size > self.budget:
+                        # torch's allocator keeps pinned memory until copies that use it are done.
+                        self._idle[length].pop()
+                        self.bytes -= length
             buffer = HostBuffer(allocate(size))
             self.bytes += size
             return buffer
@@ -117,15 +120,3 @@ class HostBufferPool:
     def release(self, buffer: HostBuffer) -> None:
         """May be called from any thread, and from a finalizer that interrupts ``acquire``: takes no lock."""
         self._released.append(buffer)
-
-    def _evict_idle(self, size: int, budget: int) -> bool:
-        """Free idle buffers of other sizes until ``size`` bytes fit; False if they cannot."""
-        idle = sum(length * len(buffers) for length, buffers in self._idle.items())
-        if self.bytes - idle + size > budget:
-            return False
-        for length in sorted(self._idle, reverse=True):
-            while self._idle[length] and self.bytes + size > budget:
-                # torch's allocator keeps pinned memory until copies that use it are done.
-                self._idle[length].pop()
-                self.bytes -= length
-        return True

@@ -95,14 +95,6 @@ def prefetch_plan(
     return [*steps, PrefetchStep(end, tuple(present), (), ())] if steps else []
 
 
-class HostedParameter(NamedTuple):
-    """A parameter, its data on the host, and its data on the device, whose storage has memory or not."""
-
-    parameter: nn.Parameter
-    host: Tensor
-    on_device: Tensor
-
-
 class OffloadedParams:
     """Parameters that the same stages use, on the host between runs and on the device during a run.
 
@@ -129,21 +121,22 @@ class OffloadedParams:
         self._evicting: list[tuple[CopyEvent, Sequence[Tensor]]] = []  # gradients; empty for the weights
         self._last_copy: dict[str, CopyEvent] = {}
         self._grads: dict[nn.Parameter, Tensor] = {}  # host gradients, during a run
-        self.hosted: dict[nn.Parameter, HostedParameter] = {}
+        # Data on the host, and on the device, where its storage has memory or not.
+        self.hosted: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         self._allocate_host()
 
     # ── during a run ─────────────────────────────────────────────────────────────────────────────────────────
 
     def begin_run(self) -> None:
         """Make the parameters device tensors, without memory."""
-        for parameter, _, on_device in self.hosted.values():
+        for parameter, (_, on_device) in self.hosted.items():
             parameter.data = on_device
 
     def prefetch(self) -> None:
         """Start to copy the weights to the device."""
-        for _, host, on_device in self.hosted.values():
+        for host, on_device in self.hosted.values():
             on_device.untyped_storage().resize_(host.nbytes)
-        self._start_to_device([(host, on_device) for _, host, on_device in self.hosted.values()])
+        self._start_to_device([(host, on_device) for host, on_device in self.hosted.values()])
         self._versions = [parameter._version for parameter in self.parameters]
         self._present = True
 
@@ -169,7 +162,7 @@ class OffloadedParams:
         """Free the weights' memory, after a copy to the host if a forward (in ``mode``) changes them."""
         self.wait_prefetch()
         self._present = False
-        if any(storage_id(parameter) != storage_id(on_device) for parameter, _, on_device in self.hosted.values()):
+        if any(storage_id(parameter) != storage_id(on_device) for parameter, (_, on_device) in self.hosted.items()):
             raise PlanError(
                 "a forward gave one of its parameters other memory (parameter.data = …), which Offload(weights=True) "
                 "does not support: change it in place (parameter.data.copy_(…)), or leave the weights on the device"
@@ -181,7 +174,7 @@ class OffloadedParams:
             if not changed and self._differ_from_host():
                 changed = self.hidden_writes = True
         if changed:
-            self._start_to_host([(on_device, host) for _, host, on_device in self.hosted.values()], ())
+            self._start_to_host([(on_device, host) for host, on_device in self.hosted.values()], ())
         else:
             self._free()
 
@@ -223,7 +216,7 @@ class OffloadedParams:
             for event in self._last_copy.values():  # from now on the host may read and change them
                 self.copies.synchronize(event)
         finally:
-            for parameter, host, _ in self.hosted.values():
+            for parameter, (host, _) in self.hosted.items():
                 grad = self._grads.pop(parameter, parameter.grad)
                 if grad is not None and grad.device != host.device:
                     grad = self._grad_to_host(grad)
@@ -246,7 +239,7 @@ class OffloadedParams:
         """Move parameters and gradients to the host, wherever they are."""
         elsewhere = [
             (parameter, host)
-            for parameter, host, _ in self.hosted.values()
+            for parameter, (host, _) in self.hosted.items()
             if storage_id(parameter) != storage_id(host) or not _same_layout(parameter, host)
         ]
         if any(not _same_layout(parameter, host) for parameter, host in elsewhere):
@@ -261,8 +254,9 @@ class OffloadedParams:
     def _allocate_host(self) -> None:
         for parameter in self.parameters:
             host = self.copies.allocate_host(parameter.data).copy_(parameter.data)
-            self.hosted[parameter] = HostedParameter(parameter, host, torch.empty_like(host, device=self.device))
-            self.hosted[parameter].on_device.untyped_storage().resize_(0)
+            on_device = torch.empty_like(host, device=self.device)
+            on_device.untyped_storage().resize_(0)
+            self.hosted[parameter] = host, on_device
             _set_data_and_grad(parameter, host, self._grad_to_host(parameter.grad))
 
     def _grad_to_host(self, grad: Tensor | None) -> Tensor | None:
@@ -271,7 +265,7 @@ class OffloadedParams:
         return self.copies.allocate_host(grad).copy_(grad) if _is_plain_tensor(grad) else grad.cpu()
 
     def _differ_from_host(self) -> bool:
-        for _, host, on_device in self.hosted.values():
+        for host, on_device in self.hosted.values():
             with torch.inference_mode(False):
                 before = torch.empty_like(on_device)
             self.copies.wait(self.copies.to_device([(host, before)]), before)
@@ -280,7 +274,7 @@ class OffloadedParams:
         return False
 
     def _free(self) -> None:
-        for _, _, on_device in self.hosted.values():
+        for _, on_device in self.hosted.values():
             on_device.untyped_storage().resize_(0)
 
     def _start_to_device(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -296,15 +290,15 @@ class OffloadedParams:
 class UpdateLease:
     """A hosted parameter and its gradient on the device, for an update. Making the lease starts the copies."""
 
-    def __init__(self, hosted: HostedParameter, device: torch.device, copies: CopyStreams) -> None:
-        self.copies = copies
-        self.parameter, self.host, _ = hosted
+    def __init__(self, parameter: nn.Parameter, params: OffloadedParams) -> None:
+        self.copies, device = params.copies, params.device
+        self.parameter, self.host = parameter, params.hosted[parameter][0]
         self.host_grad = self.parameter.grad
         pairs: list[tuple[Tensor, Tensor]] = []
         self.on_device = [_device_tensor(self.host, device, pairs)]  # data, and gradient if there is one
         if self.host_grad is not None:
             self.on_device.append(_device_tensor(self.host_grad, device, pairs))
-        self.event = copies.to_device(pairs)
+        self.event = self.copies.to_device(pairs)
         _set_data_and_grad(self.parameter, *self.on_device)
 
     def end(self, grad_changed: bool = False) -> list[tuple[CopyEvent, Tensor]]:
@@ -472,9 +466,7 @@ class HostWeights:
     def lease(self, parameter: Tensor) -> UpdateLease | None:
         """Start to copy a parameter on the host, and its gradient, to its device for an update."""
         params = self._on_host(parameter)
-        if params is None:
-            return None
-        return UpdateLease(params.hosted[parameter], params.device, params.copies)  # type: ignore[index]
+        return None if params is None else UpdateLease(parameter, params)  # type: ignore[arg-type]
 
     def device_of(self, parameter: Tensor) -> torch.device | None:
         """The device that uses a parameter, if it is on the host now."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -29,13 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock._torch import BatchNorm, DisableTorchFunctionSubclass
-from penstock.engine.recompute.buffers import (
-    STATISTICS,
-    ScratchStatistics,
-    clone_buffer,
-    has_torch_forward,
-    version_of,
-)
+from penstock.engine.recompute.buffers import STATISTICS, ScratchStatistics, clone_buffer, has_torch_forward, version_of
 from penstock.errors import PlanError
 
 _CHUNK = 1 << 24  # values per reduction, which needs as much memory again
@@ -102,15 +97,12 @@ class DeferredStatistics:
         where = "" if stage is None else f"stage {stage}: "
         self.layers: list[_DeferredLayer] = []
         for name, part in module.named_modules():
-            if isinstance(part, nn.SyncBatchNorm):
+            scripted = isinstance(part, torch.jit.ScriptModule) and "BatchNorm" in str(part.original_name)
+            if scripted or isinstance(part, nn.SyncBatchNorm):
+                kind = f"scripted {part.original_name}" if scripted else "SyncBatchNorm"
                 raise PlanError(
-                    f"{where}{name} is a SyncBatchNorm, which computes its statistics over several processes: with "
-                    "batchnorm='deferred' use BatchNorm layers, or batchnorm='microbatch'"
-                )
-            if isinstance(part, torch.jit.ScriptModule) and "BatchNorm" in str(part.original_name):
-                raise PlanError(
-                    f"{where}{name} is a scripted {part.original_name}, whose forward cannot be intercepted: with "
-                    "batchnorm='deferred' do not script it, or use batchnorm='microbatch'"
+                    f"{where}{name} is a {kind}, whose batch statistics cannot be intercepted: with "
+                    "batchnorm='deferred' use plain BatchNorm layers, or use batchnorm='microbatch'"
                 )
             if isinstance(part, BatchNorm):
                 self.layers.append(_DeferredLayer(f"{where}{name}", part))
@@ -139,12 +131,11 @@ class DeferredStatistics:
 
 
 @contextmanager
-def commit_statistics(norms: Iterable[DeferredStatistics], gather: Gather | None = None) -> Iterator[None]:
+def commit_statistics(norms: Sequence[DeferredStatistics], gather: Gather | None = None) -> Iterator[None]:
     """Around a step or a call: commit the stages' statistics in the order of the stages; if it fails, drop them.
 
     A layer that is used in two stages is thus updated in the order in which the plain model calls it.
     """
-    norms = list(norms)
     for norm in norms:
         norm.begin()
     try:
@@ -229,12 +220,6 @@ class _DeferredLayer:
             if part is not None:
                 moments.append(part)
 
-    def count(self, x: Tensor) -> None:
-        """Record one call on ``x``. torch.compile may trace this: nothing here depends on earlier micro-batches."""
-        if self.counting:
-            with torch.no_grad():
-                self.current.append(moments_of(x))
-
     def summary(self) -> list[Moments | None]:
         """The merged moments of each call, on the host; None for a call that had only empty micro-batches."""
         merged = [merge_moments(moments) if moments else None for moments in self.calls]
@@ -259,12 +244,12 @@ class _DeferredLayer:
                 running.copy_(factor * new.to(old.device) + (1 - factor) * old)
 
 
+@dataclass(frozen=True)
 class _InstallProbes:
     """Around a forward: layers have probes, and count their calls or not. Of nested contexts the innermost decides."""
 
-    def __init__(self, layers: Sequence[_DeferredLayer], counting: bool) -> None:
-        self.layers = layers
-        self.counting = counting
+    layers: Sequence[_DeferredLayer]
+    counting: bool
 
     def __enter__(self) -> None:
         for layer in self.layers:
@@ -293,7 +278,9 @@ class _StatisticsProbe(Tensor):
             if given["training"] and isinstance(probe, _StatisticsProbe):
                 scratch = probe.layer.scratch.scratch
                 output = func(**given | {name: scratch[name] for name in STATISTICS[:2]})
-                probe.layer.count(given["input"])
+                if probe.layer.counting:  # torch.compile may trace this: nothing depends on earlier micro-batches
+                    with torch.no_grad():
+                        probe.layer.current.append(moments_of(given["input"]))
                 return output
         elif func == _read_data:
             args[0].layer.data_read = args[0].layer.custom_forward
@@ -312,30 +299,25 @@ class RunningStatistics:
         layers = {id(part): part for module in modules for part in module.modules() if isinstance(part, BatchNorm)}
         self.layers = [layer for layer in layers.values() if layer.num_batches_tracked is not None]
         self.gather = gather
-        self._before: list[tuple[BatchNorm, _Statistics]] = []
 
-    def begin(self) -> None:
-        self._before = [(layer, _read_statistics(layer)) for layer in self.layers if layer.training]
-
-    @torch.no_grad()
-    def commit(self) -> None:
-        before, self._before = self._before, []
-        if not before:
-            return
-        gathered = self.gather([_read_statistics(layer) for layer, _ in before])
-        for (layer, old), *new in zip(before, *gathered, strict=True):
-            updates, *values = zip(old, *new, strict=True)
-            for name, (before_step, *after) in zip(STATISTICS, values, strict=False):
-                running: Any = getattr(layer, name)
-                running.copy_(_combine(layer.momentum, updates, before_step, after))
-            tracked: Any = layer.num_batches_tracked
-            tracked.fill_(sum(updates) - len(new) * updates[0])
+    @contextmanager
+    def combining(self) -> Iterator[None]:
+        """Around a step: afterwards the statistics have the updates of all replicas."""
+        before = [(layer, _read_statistics(layer)) for layer in self.layers if layer.training]
+        yield
+        with torch.no_grad():
+            gathered = self.gather([_read_statistics(layer) for layer, _ in before]) if before else []
+            for (layer, old), *new in zip(before, *gathered, strict=True):
+                updates, *values = zip(old, *new, strict=True)
+                for name, (before_step, *after) in zip(STATISTICS, values, strict=False):
+                    running: Any = getattr(layer, name)
+                    running.copy_(_combine(layer.momentum, updates, before_step, after))
+                tracked: Any = layer.num_batches_tracked
+                tracked.fill_(sum(updates) - len(new) * updates[0])
 
 
-_Statistics = tuple[int, Tensor, Tensor]  # the number of updates, mean and variance on the host
-
-
-def _read_statistics(layer: Any) -> _Statistics:
+def _read_statistics(layer: Any) -> tuple[int, Tensor, Tensor]:
+    """The number of updates, and mean and variance on the host."""
     return int(layer.num_batches_tracked), layer.running_mean.cpu().clone(), layer.running_var.cpu().clone()
 
 

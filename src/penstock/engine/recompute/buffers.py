@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,8 +64,7 @@ class BufferGuard:
 
     def after(self) -> SavedBuffers:
         """The buffers that the forward changed, for ``restored``."""
-        changed = [entry for entry in self.entries if entry.has_changed(self._learning)]
-        saved = [entry.take() for entry in changed]
+        saved = [entry.take() for entry in self.entries if entry.has_changed(self._learning)]
         if self._learning:
             for entry in self.entries:
                 if entry.tensor is not None and entry.tensor.nbytes > _LARGE:
@@ -88,19 +88,17 @@ class BufferGuard:
                 members[name] = value
 
 
+@dataclass(slots=True, eq=False)
 class _BufferEntry:
     """One buffer and its last saved value."""
 
-    __slots__ = ("changes", "members", "name", "path", "saved", "tensor", "version")
-
-    def __init__(self, members: dict[str, Tensor | None], name: str, path: str) -> None:
-        self.members = members
-        self.name = name
-        self.path = path
-        self.changes = False  # a forward has changed it
-        self.tensor: Tensor | None = None
-        self.version = 0
-        self.saved: Any = _NO_COPY  # a copy of ``tensor`` at ``version``
+    members: dict[str, Tensor | None]
+    name: str
+    path: str
+    changes: bool = False  # a forward has changed it
+    tensor: Tensor | None = None
+    version: int = 0
+    saved: Any = _NO_COPY  # a copy of ``tensor`` at ``version``
 
     def save(self, learning: bool, copies: dict[int, Tensor]) -> None:
         tensor = self.members.get(self.name)
@@ -171,7 +169,8 @@ class ScratchStatistics:
         """Scratch buffers with the dtype, device and shape that the layer's have now."""
         for name, scratch in self.scratch.items():
             real = self.buffers[name]
-            if real is None or scratch is None or _format(scratch) != _format(real):
+            formats = [None if t is None else (t.dtype, t.device, t.shape) for t in (scratch, real)]
+            if formats[0] != formats[1]:
                 self.scratch[name] = None if real is None else clone_buffer(real)
         return self.scratch
 
@@ -180,10 +179,6 @@ def has_torch_forward(module: nn.Module) -> bool:
     """Whether this is a BatchNorm layer whose ``forward`` is torch's."""
     torch_forwards = BatchNorm.forward, nn.SyncBatchNorm.forward
     return isinstance(module, BatchNorm) and type(module).forward in torch_forwards and "forward" not in vars(module)
-
-
-def _format(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.device, tensor.shape
 
 
 def clone_buffer(tensor: Tensor) -> Tensor:

@@ -58,10 +58,6 @@ class KeptValues:
         if history is not None:
             self.saved[history] = (value.detach(), value._version)
 
-    def clear(self) -> None:
-        self.saved.clear()
-        self._history = None
-
 
 def _memory_key(tensor: Tensor) -> tuple[int, int, torch.Size]:
     return storage_id(tensor), int(tensor.storage_offset()), tensor.shape

@@ -25,6 +25,7 @@ from torch.jit import ScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from penstock._torch import TorchDispatchMode
+from penstock.engine.forward_context import forward_state
 
 _generators_lock = threading.RLock()
 
@@ -35,13 +36,6 @@ _LEARNING: list[Tensor] = []
 _LEARNED: list[Tensor] = []
 
 
-class _Current(threading.local):
-    session: _RngSession | None = None
-
-
-_current = _Current()
-
-
 class StageRng:
     """The modules of one stage that draw random numbers. ``seed=None`` leaves the default generators' streams as is.
 
@@ -50,12 +44,7 @@ class StageRng:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        seed: int | None,
-        first: int = 0,
-        fqn: Callable[[str], str] = str,
+        self, module: nn.Module, device: torch.device, seed: int | None, first: int = 0, fqn: Callable[[str], str] = str
     ) -> None:
         self.module = module
         self.device = device
@@ -86,7 +75,7 @@ class StageRng:
             return
         session = _RngSession(self, self.first + microbatch, states, recomputing, learning)
         session.enter_module(self.module, not learning and id(self.module) in self.drawing)
-        outer, _current.session = _current.session, session
+        outer, forward_state.rng_session = forward_state.rng_session, session
         try:
             if learning:
                 with self._hooked_modules(), _RandomOpDetector(session):
@@ -96,7 +85,7 @@ class StageRng:
                 yield
         finally:
             session.exit_module()
-            _current.session = outer
+            forward_state.rng_session = outer
 
     @contextmanager
     def _hooked_modules(self) -> Iterator[None]:
@@ -114,12 +103,12 @@ class StageRng:
             self._remove_hooks(self._handles.keys() - self.drawing)
 
     def _pre_hook(self, module: nn.Module, _: Any) -> None:
-        session = _current.session
+        session = forward_state.rng_session
         if session is not None and session.rng is self:
             session.enter_module(module, not session.learning)
 
     def _hook(self, *_: Any) -> None:
-        session = _current.session
+        session = forward_state.rng_session
         if session is not None and session.rng is self:
             session.exit_module()
 
@@ -171,7 +160,11 @@ class _RngSession:
         call.before = [generator.get_state() for generator in generators]
         self.depth += 1
         if self.rng.seed is not None:
-            key = self._key(call)
+            # A module that is used in several places is called once in each, in the order of its names.
+            names = self.rng.names[id(call.module)]
+            name, repeat = names[min(call.number, len(names) - 1)], max(0, call.number - len(names) + 1)
+            text = f"{self.rng.seed}/{self.rng.run_name}/{self.microbatch}/{name}/{repeat}"
+            key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
             for generator in generators:
                 generator.manual_seed(key)
         elif self.depth == 1 and self.states is not None:  # modules inside it continue its stream
@@ -190,13 +183,6 @@ class _RngSession:
             for generator, state in zip(self.rng.generators(), call.before, strict=True):
                 generator.set_state(state)
         _generators_lock.release()
-
-    def _key(self, call: _ModuleCall) -> int:
-        # A module that is used in several places is called once in each, in the order of its names.
-        names = self.rng.names[id(call.module)]
-        name, repeat = names[min(call.number, len(names) - 1)], max(0, call.number - len(names) + 1)
-        text = f"{self.rng.seed}/{self.rng.run_name}/{self.microbatch}/{name}/{repeat}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(slots=True)

@@ -62,10 +62,6 @@ class ReplicaGroup:
         self.control.wait_timer.seconds += perf_counter() - start
         return result
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every replica's value, in the order of the replicas."""
-        return self.control.gather(value)
-
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every replica the values of the first."""
         for tensor in tensors:

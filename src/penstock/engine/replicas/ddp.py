@@ -63,31 +63,23 @@ def unwrap_ddp(module: nn.Module, stage: int, ranks: Sequence[int]) -> tuple[nn.
     ``ranks`` are the world ranks of the stage's replicas.
     """
     settings: dict[int, DdpSettings] = {}
-    while isinstance(module, DistributedDataParallel):
-        module = _unwrap_one(module, stage, ranks, settings)
-    for part in list(module.modules()):
-        for name, child in part._modules.items():
-            while isinstance(child, DistributedDataParallel):
-                child = part._modules[name] = _unwrap_one(child, stage, ranks, settings)
-    return module, settings
-
-
-def _unwrap_one(
-    wrapper: DistributedDataParallel, stage: int, ranks: Sequence[int], settings: dict[int, DdpSettings]
-) -> nn.Module:
-    group_ranks = dist.get_process_group_ranks(wrapper.process_group)
-    if sorted(group_ranks) != sorted(ranks):
-        raise PlanError(
-            f"stage {stage}: DistributedDataParallel is over ranks {sorted(group_ranks)}, but the stage's replicas are "
-            f'ranks {sorted(ranks)}: pass process_group=mesh["data"].get_group()'
-        )
-    unsupported = _unsupported(wrapper)
-    if unsupported is not None:
-        raise PlanError(f"stage {stage}: a pipeline does not support {unsupported}")
-    module: nn.Module = wrapper.module
-    own = DdpSettings(ddp_comm_hooks(wrapper), wrapper.bucket_bytes_cap)
-    settings.update((id(parameter), own) for parameter in module.parameters())
-    return module
+    holder = nn.ModuleList([module])
+    for part in list(holder.modules()):
+        for name, wrapper in part._modules.items():
+            while isinstance(wrapper, DistributedDataParallel):
+                group_ranks = dist.get_process_group_ranks(wrapper.process_group)
+                if sorted(group_ranks) != sorted(ranks):
+                    raise PlanError(
+                        f"stage {stage}: DistributedDataParallel is over ranks {sorted(group_ranks)}, but the stage's "
+                        f'replicas are ranks {sorted(ranks)}: pass process_group=mesh["data"].get_group()'
+                    )
+                unsupported = _unsupported(wrapper)
+                if unsupported is not None:
+                    raise PlanError(f"stage {stage}: a pipeline does not support {unsupported}")
+                own = DdpSettings(ddp_comm_hooks(wrapper), wrapper.bucket_bytes_cap)
+                settings.update((id(parameter), own) for parameter in wrapper.module.parameters())
+                wrapper = part._modules[name] = wrapper.module
+    return holder[0], settings
 
 
 def _unsupported(wrapper: DistributedDataParallel) -> str | None:

@@ -63,12 +63,6 @@ def shard_groups(tensor: Tensor) -> list[dist.ProcessGroup]:
     return [tensor.device_mesh.get_group(i) for i, how in enumerate(tensor.placements) if not how.is_replicate()]
 
 
-def align_grad_layout(parameter: nn.Parameter) -> None:
-    """Give a gradient the placements of its parameter; a partial sum, for example, is reduced."""
-    if is_dtensor(parameter) and is_dtensor(parameter.grad) and parameter.grad.placements != parameter.placements:
-        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-
-
 def set_local_grad(parameter: nn.Parameter, grad: Tensor) -> None:
     """Make ``grad`` the local part of the parameter's gradient."""
     if not is_dtensor(parameter):

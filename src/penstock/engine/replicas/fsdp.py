@@ -10,7 +10,7 @@ points that all replicas reach.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,11 @@ def fsdp_stage(module: nn.Module, stage: int, ranks: Sequence[int]) -> FsdpStage
                 f"stage {stage}: replicate(…) was called on {name or 'it'}: leave that out, a pipeline sums the "
                 'gradients over mesh["data"] by itself'
             )
-    roots = list(_roots(module))
-    if not roots:
+    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    if not parts:
         return None
-    found = FsdpStage(roots)
+    nested = {id(inner) for part in parts for inner in part.modules() if inner is not part}
+    found = FsdpStage(parts, [part for part in parts if id(part) not in nested])
     for group in found.groups:
         mesh_ranks = group.mesh_info.mesh.mesh.flatten().tolist()
         if sorted(mesh_ranks) != sorted(ranks):
@@ -47,14 +48,14 @@ def fsdp_stage(module: nn.Module, stage: int, ranks: Sequence[int]) -> FsdpStage
 
 
 class FsdpStage:
-    """The modules of a stage on which ``fully_shard`` was called; ``roots`` are in no other such module.
+    """The ``parts`` of a stage on which ``fully_shard`` was called; ``roots`` are in no other part.
 
     The FSDP internals used here are those that ``torch.distributed.pipelining`` uses.
     """
 
-    def __init__(self, roots: Sequence[Any]) -> None:
+    def __init__(self, parts: Sequence[Any], roots: Sequence[Any]) -> None:
+        self.parts = parts
         self.roots = roots
-        self.parts: list[Any] = [part for root in roots for part in root.modules() if isinstance(part, FSDPModule)]
         self._states: list[Any] = [fsdp_state(root) for root in roots]
         for state in self._states:
             state._lazy_init()
@@ -142,14 +143,6 @@ class FsdpStage:
             root.set_requires_gradient_sync(enabled)
             root.set_reshard_after_backward(enabled)
             root.set_is_last_backward(False)
-
-
-def _roots(module: nn.Module) -> Iterator[Any]:
-    if isinstance(module, FSDPModule):
-        yield module
-        return
-    for child in module.children():
-        yield from _roots(child)
 
 
 def _has_gradient(parameter: Any) -> bool:

@@ -12,27 +12,23 @@ replicas. ``fully_shard`` reduces the parameters that it has sharded over the re
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.engine.replicas.ddp import DdpSettings, HookBucket
-from penstock.engine.replicas.dtensor import align_grad_layout, set_local_grad, to_local
+from penstock.engine.replicas.dtensor import is_dtensor, set_local_grad, to_local
 from penstock.engine.replicas.fp32_accumulate import fp32_sums, set_grad
 from penstock.engine.stage import ParallelizedStage
 
 BUCKET = 25 << 20  # bytes
 
 
-class _PendingReduction(NamedTuple):
-    """An all-reduce under way: of a flat bucket of gradients, or with ``flat=None`` of one gradient in place."""
-
-    work: Any
-    parameters: list[nn.Parameter]
-    flat: Tensor | None
-    ddp: DdpSettings | None = None  # whose communication hook reduces the bucket
+# An all-reduce under way of a flat bucket of gradients, or of one gradient in place: its work, the parameters, the
+# bucket if there is one, and the DDP settings whose communication hook reduces it.
+_PendingReduction = tuple[Any, list[nn.Parameter], Tensor | None, DdpSettings | None]
 
 
 class GradReducer:
@@ -105,7 +101,13 @@ class GradReducer:
                 for parameter in self.stages[stage]:
                     if id(parameter) in sharded.parameters and id(parameter) not in got_grad:
                         parameter.grad = None
-            self._sum_sparse(got_grad)
+            # Sparse gradients of embeddings stay sparse: their few rows are gathered as they are.
+            for parameter in (p for stage in sorted(self.stages) for p in self.stages[stage]):
+                if self.replicas is not None and id(parameter) in self.sparse and id(parameter) in got_grad:
+                    grad = None if parameter.grad is None else parameter.grad.detach().cpu()
+                    grads = [g for g in self.replicas.control.gather(grad) if g is not None]
+                    total = sum(grads[1:], grads[0])
+                    set_grad(parameter, total.to(parameter.device).coalesce() if total.is_sparse else total)
         self.begin()
 
     @torch.no_grad()
@@ -122,7 +124,9 @@ class GradReducer:
             if self._overlaps(stage):
                 sharded.reduce_grads()
         for parameter in parameters:
-            align_grad_layout(parameter)
+            grad: Any = parameter.grad
+            if is_dtensor(parameter) and is_dtensor(grad) and grad.placements != parameter.placements:
+                parameter.grad = grad.redistribute(placements=parameter.placements)  # such as a partial sum
         if self.replicas is not None:
             self._start_sums([p for p in parameters if id(p) not in self.sparse], self.replicas)
 
@@ -141,7 +145,7 @@ class GradReducer:
                 grad = _local_grad(parameter, dtype).contiguous()
                 if parameter.grad is None or to_local(parameter.grad) is not grad:
                     set_local_grad(parameter, grad)
-                self._reductions.append(_PendingReduction(replicas.start_allreduce(grad), [parameter], None))
+                self._reductions.append((replicas.start_allreduce(grad), [parameter], None, None))
             else:
                 kinds.setdefault((dtype, parameter.device, ddp), []).append(parameter)
         for (dtype, _, ddp), group in kinds.items():
@@ -152,9 +156,9 @@ class GradReducer:
                 if ddp is not None and ddp.hooks:
                     hook, state = ddp.hooks[-1]
                     work = hook(state, HookBucket(number, flat, bucket, number == len(buckets) - 1))
-                    self._reductions.append(_PendingReduction(work, bucket, flat, ddp))
+                    self._reductions.append((work, bucket, flat, ddp))
                 else:
-                    self._reductions.append(_PendingReduction(replicas.start_allreduce(flat), bucket, flat))
+                    self._reductions.append((replicas.start_allreduce(flat), bucket, flat, None))
 
     def _finish_reduction(self, reduction: _PendingReduction, got_grad: set[int]) -> None:
         work, parameters, flat, ddp = reduction
@@ -162,21 +166,19 @@ class GradReducer:
         result = self.replicas.wait(work)
         if ddp is not None:  # a hook gives the mean over the replicas
             flat = (result if isinstance(result, Tensor) else result[0]) * self.replicas.count
-        if flat is not None:
-            _unflatten_grads(parameters, flat, got_grad)
-        elif id(parameters[0]) not in got_grad:
-            parameters[0].grad = None
-
-    def _sum_sparse(self, got_grad: set[int]) -> None:
-        """Sum sparse gradients of embeddings, which stay sparse: their few rows are gathered as they are."""
-        if self.replicas is None:
+        if flat is None:
+            if id(parameters[0]) not in got_grad:
+                parameters[0].grad = None
             return
-        for parameter in (p for stage in sorted(self.stages) for p in self.stages[stage]):
-            if id(parameter) in self.sparse and id(parameter) in got_grad:
-                grad = None if parameter.grad is None else parameter.grad.detach().cpu()
-                grads = [g for g in self.replicas.gather(grad) if g is not None]
-                total = sum(grads[1:], grads[0])
-                set_grad(parameter, total.to(parameter.device).coalesce() if total.is_sparse else total)
+        parts = torch.split(flat, [to_local(p).numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            if id(parameter) not in got_grad:
+                continue
+            part = part.view(to_local(parameter).shape)
+            if parameter.grad is None or parameter.grad.is_sparse or parameter.grad.dtype is not part.dtype:
+                set_local_grad(parameter, part.clone())
+            else:
+                to_local(parameter.grad).copy_(part)
 
 
 def _local_grad(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
@@ -198,15 +200,3 @@ def _buckets(parameters: Iterable[nn.Parameter], capacity: int) -> list[list[nn.
         buckets[-1].append(parameter)
         free -= size
     return buckets
-
-
-def _unflatten_grads(parameters: list[nn.Parameter], flat: Tensor, got_grad: set[int]) -> None:
-    parts = torch.split(flat, [to_local(p).numel() for p in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        if id(parameter) not in got_grad:
-            continue
-        part = part.view(to_local(parameter).shape)
-        if parameter.grad is None or parameter.grad.is_sparse or parameter.grad.dtype is not part.dtype:
-            set_local_grad(parameter, part.clone())
-        else:
-            to_local(parameter.grad).copy_(part)

@@ -31,8 +31,10 @@ from penstock.split.plan import Plan, Tie
 class Ties:
     """Copies of tied parameters. ``sum_grads`` replaces the gradients of one tie's copies by their sum."""
 
-    def __init__(self) -> None:
-        self.copies: list[list[nn.Parameter]] = []  # per tie, the copies in this process
+    copies: list[list[nn.Parameter]]  # per tie, the copies in this process
+
+    def align(self) -> None:
+        raise PlanError("under a mesh each rank's optimizer has that rank's own parameters: use pipe.parameters()")
 
     def sum_grads(self, number: int) -> None:
         raise NotImplementedError
@@ -65,7 +67,6 @@ class LocalTies(Ties):
     """Ties over several devices of this process."""
 
     def __init__(self, copies: Sequence[Sequence[nn.Parameter]]) -> None:
-        super().__init__()
         self.copies = [list(row) for row in copies if len(row) > 1]
         self.align()
 
@@ -105,7 +106,7 @@ class ProcessTies(Ties):
         device: torch.device,
         status: RankStatus,
     ) -> None:
-        super().__init__()
+        self.copies = []
         self.device = device
         self.groups: list[Group] = []
         self.status = status
@@ -133,9 +134,14 @@ class ProcessTies(Ties):
             num_grads, num_dense = counts.tolist()
             if not num_grads:
                 return
-            if grad is None:
-                dtype = torch.float32 if id(parameter) in fp32_sums else parameter.dtype
-                set_grad(parameter, _zeros(parameter, dtype, sparse=not num_dense))
+            dtype = torch.float32 if id(parameter) in fp32_sums else parameter.dtype
+            if grad is None and num_dense:
+                set_grad(parameter, torch.zeros_like(parameter, dtype=dtype))
+            elif grad is None:  # no rows
+                values = torch.zeros((0, *parameter.shape[1:]), dtype=dtype, device=parameter.device)
+                indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+                rows = torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+                set_grad(parameter, rows)
             elif num_dense:
                 set_grad(parameter, grad.to_dense())
         assert parameter.grad is not None
@@ -206,15 +212,6 @@ def place_tied_parameters(
                     modules[stage].get_submodule(owner)._parameters[leaf] = copies[place]
         all_copies.append(list(copies.values()))
     return all_copies
-
-
-def _zeros(parameter: nn.Parameter, dtype: torch.dtype, *, sparse: bool) -> Tensor:
-    """A zero gradient, with the layout of the other ranks' gradients."""
-    if not sparse:
-        return torch.zeros_like(parameter, dtype=dtype)
-    values = torch.zeros((0, *parameter.shape[1:]), dtype=dtype, device=parameter.device)
-    indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
 def _separate_modules(modules: Mapping[int, nn.Module], places: Mapping[int, Hashable]) -> None:

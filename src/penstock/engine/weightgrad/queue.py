@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from penstock._torch import current_graph_task, functorch_active, set_grad_enabled, top_saved_tensors_hooks
 from penstock.engine.offload.activations import PackHook
 from penstock.engine.replicas.fp32_accumulate import fp32_sums
-from penstock.errors import PipelineError
 
 is_compiling = torch.compiler.is_compiling
 is_grad_enabled = torch.is_grad_enabled
@@ -110,14 +110,12 @@ class WeightGradQueue:
         return len(self.entries)
 
 
+@dataclass(slots=True, eq=False)
 class _RecordingContext(AbstractContextManager[None]):
     """Made once per queue, entered once per micro-batch."""
 
-    __slots__ = ("entered", "queue")
-
-    def __init__(self, queue: WeightGradQueue) -> None:
-        self.queue = queue
-        self.entered = False
+    queue: WeightGradQueue
+    entered: bool = False
 
     def __enter__(self) -> None:
         self.entered = is_grad_enabled()
@@ -144,16 +142,14 @@ class _RecordingContext(AbstractContextManager[None]):
             recorder.keeps_edges = False
 
 
+@dataclass(slots=True, eq=False)
 class _DeferringContext(AbstractContextManager[None]):
     """Made once per queue, entered once per micro-batch."""
 
-    __slots__ = ("graph_task", "handles", "queue", "roots")
-
-    def __init__(self, queue: WeightGradQueue) -> None:
-        self.queue = queue
-        self.roots: Sequence[GradientEdge] = ()
-        self.handles: list[RemovableHandle] = []
-        self.graph_task: int | None = None
+    queue: WeightGradQueue
+    roots: Sequence[GradientEdge] = ()
+    handles: Sequence[RemovableHandle] = ()
+    graph_task: int | None = None
 
     def __enter__(self) -> None:
         self.queue.open = True
@@ -172,7 +168,7 @@ class _DeferringContext(AbstractContextManager[None]):
         if self.handles:
             for handle in self.handles:
                 handle.remove()
-            self.handles = []
+            self.handles = ()
             _graph_tasks.pop(self.graph_task, None)  # type: ignore[arg-type]
 
 
@@ -242,27 +238,6 @@ def modified_error(parameter: Tensor) -> RuntimeError:
         f"{tuple(parameter.shape)} was modified in place between I and W. Inputs of a stage and gradients of its "
         "outputs must not change until its W has run: clone the tensor, or modify it out of place."
     )
-
-
-def backward_in_forward(
-    ctx: Any, queue: WeightGradQueue, g: Tensor, op: Callable[[], Tensor], inputs: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """All gradients of a node in a backward that is not an I: autograd was called inside a stage's forward.
-
-    ``inputs`` are the node's first inputs, in order. Parameters have edges only while the recorder keeps them.
-    """
-    needs = ctx.needs_input_grad[: len(inputs)]
-    if any(t is not None and t.requires_grad and not n for t, n in zip(inputs, needs, strict=True)):
-        raise PipelineError(
-            "autograd ran inside the forward of a stage whose backward is split into I and W, and did not on the "
-            "stage's first micro-batch. Call it on every micro-batch, or use a schedule without W, such as '1f1b'."
-        )
-    queue.recorder.autograd_in_forward = True
-    wanted = [t for t, n in zip(inputs, needs, strict=True) if n and t is not None]
-    create_graph = is_grad_enabled()
-    with torch.enable_grad():
-        grads = iter(torch.autograd.grad(op(), wanted, g, create_graph=create_graph))
-    return [next(grads) if n else None for n in needs]
 
 
 def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor | None]) -> Tensor | None:

@@ -34,11 +34,10 @@ from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule
 from penstock.schedule.search import SearchResult, auto
 from penstock.schedule.search.lower_bound import lower_bound
-from penstock.schedule.search.op_graph import NodeTable
 from penstock.schedule.search.orders import encode, simulate_orders, with_recomputes, without_weight_grads
 from penstock.schedule.search.place_weight_grads import evaluate, place_weight_grads
 from penstock.schedule.search.problem import Orders, Problem, make_problem
-from penstock.schedule.search.tabu import tabu_search
+from penstock.schedule.search.tabu import NodeTable, tabu_search
 
 DETERMINISTIC_ACTIONS = 4000  # for more actions, ``auto`` is timed, and orders are too slow to adapt
 QUICK = 0.05  # seconds for the order of initial cuts

@@ -23,9 +23,8 @@ from penstock.format import count_noun
 from penstock.profile.trace.analysis import TraceData, milliseconds
 from penstock.profile.trace.records import RankRecord, StepRecord, covered_seconds, pending_backwards
 from penstock.schedule.costs import Costs
-from penstock.schedule.recompute import with_recompute
 from penstock.schedule.registry import SCHEDULES, build
-from penstock.schedule.schedule import BACKWARD, Action, Schedule
+from penstock.schedule.schedule import BACKWARD, Action, Schedule, with_recompute
 from penstock.schedule.search import auto
 from penstock.schedule.simulate import Simulation, simulate
 from penstock.split.balance import partition

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 
@@ -17,9 +18,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Schedule
 from penstock.schedule.search.justify import justify
-from penstock.schedule.search.list_scheduler import list_schedule
 from penstock.schedule.search.lower_bound import lower_bound, recompute_choices
-from penstock.schedule.search.op_graph import NodeTable
 from penstock.schedule.search.orders import (
     fixed_orders,
     fuse_all,
@@ -27,11 +26,11 @@ from penstock.schedule.search.orders import (
     warmup_variants,
     without_weight_grads,
 )
-from penstock.schedule.search.place_weight_grads import place_weight_grads
+from penstock.schedule.search.place_weight_grads import list_schedule, place_weight_grads
 from penstock.schedule.search.problem import TOLERANCE, B, C, F, I, Orders, Problem, R, W, make_problem
-from penstock.schedule.search.tabu import tabu_search
+from penstock.schedule.search.tabu import NodeTable, tabu_search
 
-__all__ = ["SearchResult", "auto", "first_order"]
+__all__ = ["SearchResult", "auto"]
 
 # The search does a fixed amount of work, counted in ops: the unit is the evaluation of one op of an order.
 _OPS_PER_SECOND = 3.2e6  # that a core reaches at least
@@ -69,9 +68,7 @@ class SearchResult:
 
     def __str__(self) -> str:
         rank = max(range(len(self.peak_memory)), key=lambda r: self.peak_memory[r])
-        certain = (
-            "no order is faster" if self.gap <= TOLERANCE else f"at most {self.gap:.1%} slower than the best order"
-        )
+        certain = f"at most {self.gap:.1%} slower than the best order" if self.gap > TOLERANCE else "no order is faster"
         return (
             f"makespan {self.makespan:.4g}, lower bound {self.lower_bound:.4g}: {certain}\n"
             f"peak memory {self.peak_memory[rank]:.4g} on rank {rank}, of {self.cap[rank]:.4g} that it may keep"
@@ -154,16 +151,14 @@ def _fixed(problem: Problem, costs: Costs, edges: Sequence[Edge], limit: float) 
     return found
 
 
-def first_order(problem: Problem) -> Orders:
-    """Orders that fit, without a search."""
-    return list_schedule(recompute_choices(problem)[0])[1]
-
-
 def _search(
     problem: Problem, goal: float, seconds: float, random: Random, elapsed: Callable[[], float]
 ) -> list[_Found]:
     """The best orders, best first. A makespan of ``goal`` ends the search."""
-    small = problem.with_m(_searched_microbatches(problem))
+    # A small problem is searched with all its micro-batches; others with enough for warm-up, drain and some periods of
+    # the steady state. The difference is a multiple of p, so any kernel whose length divides p can fill it.
+    enough = 3 * problem.num_ranks + problem.m % problem.num_ranks
+    small = problem if problem.num_stages * problem.m <= _SMALL else replace(problem, m=min(problem.m, enough))
     share = 1.0 if small.m == problem.m else _SEARCH_SHARE
 
     def expired() -> bool:
@@ -242,22 +237,11 @@ def _extend_all(
     return sorted(extended, key=lambda entry: entry[0])
 
 
-def _searched_microbatches(problem: Problem) -> int:
-    """All micro-batches of a small problem; otherwise enough for warm-up, drain and some periods of the steady state,
-    fewer than 4p. The difference is a multiple of p, so any kernel whose length divides p can fill it.
-    """
-    ranks, m = problem.num_ranks, problem.m
-    enough = 3 * ranks + m % ranks
-    return m if m <= enough or problem.num_stages * m <= _SMALL else enough
-
-
 # F F F I F I F I F I I I              for 6 micro-batches
 # F F F I F I F I F I F I F I I I      for 8: the kernel "I F", with one F and one I, twice more
 
 
-def extend(
-    problem: Problem, orders: Orders, m: int, overrun: float | None, makespan: float
-) -> tuple[float, Orders] | None:
+def extend(problem: Problem, orders: Orders, m: int, overrun: float | None, makespan: float) -> _Found | None:
     """Orders for ``m`` micro-batches, extended to those of ``problem`` with W placed, and their makespan; None where
     there is no kernel. ``overrun`` is that of ``place_weight_grads``; ``makespan`` is that of the given orders.
 
@@ -265,7 +249,7 @@ def extend(
     the least time is taken, or the first that adds no more than the work of the busiest rank.
     """
     ranks = problem.num_ranks
-    trial = problem.with_m(m + ranks)
+    trial = replace(problem, m=m + ranks)
     goal = (makespan + ranks * max(problem.work)) * (1 + TOLERANCE)
     tried: list[tuple[float, int, list[tuple[int, int]]]] = []
     for length in (q for q in range(1, ranks + 1) if ranks % q == 0):
@@ -300,16 +284,10 @@ def _kernels(
     starts = [at for at, op in enumerate(order) if op in (F * count + stages[0], C * count + stages[0])]
     kernels = []
     for k, (begin, end) in enumerate(zip(starts, starts[length:], strict=False)):
-        ops = [0] * (6 * count)
-        for op in order[begin:end]:
-            ops[op] += 1
-        num = [ops[kind * count : (kind + 1) * count] for kind in range(6)]
-        if all(
-            num[F][s] + num[C][s] == num[I][s] + num[B][s] == length
-            and num[R][s] == num[C][s]
-            and (not with_w or num[I][s] == num[W][s])
-            for s in stages
-        ):
+        ops = Counter(order[begin:end])
+        num = [[ops[kind * count + s] for kind in range(6)] for s in stages]
+        complete = all(n[F] + n[C] == n[I] + n[B] == length and n[R] == n[C] for n in num)
+        if complete and not (with_w and any(n[I] != n[W] for n in num)):
             kernels.append((k, (begin, end)))
     return kernels
 

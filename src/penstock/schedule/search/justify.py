@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-from penstock.schedule.search.op_graph import NodeTable
 from penstock.schedule.search.problem import TOLERANCE, Orders
+from penstock.schedule.search.tabu import NodeTable
 
 _LOOKAHEAD = 24
 """The number of ops of its order among which a rank looks for one to run."""
@@ -43,13 +43,12 @@ class Justification:
         self.orders, self.ops = table.number(orders)
         self.duration = [problem.durations[op] for op in self.ops]
         change = [problem.memory_change[op] for op in self.ops]
-        needs = [problem.memory_need[op] for op in self.ops]
         none = -math.inf
         # Forward and reversed: the change of memory by a node, and its peak relative to the memory before it.
         self._change = change, [-more for more in change]
         self._peaks = (
-            [need or none for need in needs],
-            [need - more if need else none for need, more in zip(needs, change, strict=True)],
+            [need or none for need in table.needs],
+            [need - more if need else none for need, more in zip(table.needs, change, strict=True)],
         )
         self._successors = table.targets, table.sources
         self._num_inputs = [len(each) for each in table.sources], [len(each) for each in table.targets]

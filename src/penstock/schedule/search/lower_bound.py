@@ -46,7 +46,12 @@ def memory_bound_period(problem: Problem) -> list[float]:
     """
     kept, periods = memory_time(problem), []
     for rank, stages in enumerate(problem.stages_of):
-        memory = _usable_memory(problem, rank)
+        memory = problem.cap[rank] * (1 + TOLERANCE)
+        sizes = {problem.activation[s] for s in stages} - {0.0}
+        uniform = all(problem.before_i[s] == problem.keep[s] == 1 and not problem.recomputed[s] for s in stages)
+        if len(sizes) == 1 and uniform:  # it can use a multiple of their activations
+            (size,) = sizes
+            memory = min(memory, math.floor(memory / size) * size)
         if not memory:
             periods.append(0.0)
         elif problem.recompute_optional:
@@ -74,27 +79,20 @@ def recompute_choices(problem: Problem) -> list[Problem]:
     """The problem with fixed recomputed stages: all, none, and about as few as each rank needs to keep its pace."""
     if not problem.recompute_optional:
         return [problem]
-    chosen = [
-        frozenset(range(problem.num_stages)),
-        frozenset[int](),
-        *(_stages_to_recompute(problem, factor) for factor in _RESIDENCE_FACTORS),
-    ]
-    choices = [problem.with_recomputed(stages) for stages in dict.fromkeys(chosen)]
+    products, sets = memory_time(problem), [frozenset(range(problem.num_stages)), frozenset[int]()]
+    for factor in _RESIDENCE_FACTORS:
+        chosen = set[int]()
+        for rank, stages in enumerate(problem.stages_of):
+            kept, work = factor * sum(products[s][0] for s in stages), problem.work[rank]
+            for s in _by_recompute_benefit(problem, rank):
+                if kept <= problem.cap[rank] * work * (1 + TOLERANCE):
+                    break
+                kept -= factor * (products[s][0] - products[s][1])
+                work += problem.duration(R, s)
+                chosen.add(s)
+        sets.append(frozenset(chosen))
+    choices = [problem.with_recomputed(stages) for stages in dict.fromkeys(sets)]
     return [choice for choice in choices if choice.feasible]
-
-
-def _stages_to_recompute(problem: Problem, factor: float) -> frozenset[int]:
-    """Stages whose recompute lets each rank keep its pace if micro-batches stay ``factor`` times as long as needed."""
-    products, chosen = memory_time(problem), set[int]()
-    for rank, stages in enumerate(problem.stages_of):
-        kept, work = factor * sum(products[s][0] for s in stages), problem.work[rank]
-        for s in _by_recompute_benefit(problem, rank):
-            if kept <= problem.cap[rank] * work * (1 + TOLERANCE):
-                break
-            kept -= factor * (products[s][0] - products[s][1])
-            work += problem.duration(R, s)
-            chosen.add(s)
-    return frozenset(chosen)
 
 
 def _by_recompute_benefit(problem: Problem, rank: int) -> list[int]:
@@ -129,15 +127,3 @@ def _round_trips(problem: Problem) -> list[float]:
         round_trip = time + problem.duration(F, dst) + round_trips[dst] + backward + time
         round_trips[src] = max(round_trips[src], round_trip)
     return round_trips
-
-
-def _usable_memory(problem: Problem, rank: int) -> float:
-    """The part of its cap that a rank can use: where its stages have equal activations, a multiple of those."""
-    cap = problem.cap[rank] * (1 + TOLERANCE)
-    stages = problem.stages_of[rank]
-    sizes = {problem.activation[s] for s in stages} - {0.0}
-    uniform = all(problem.before_i[s] == problem.keep[s] == 1 and not problem.recomputed[s] for s in stages)
-    if len(sizes) == 1 and uniform:
-        (size,) = sizes
-        return min(cap, math.floor(cap / size) * size)
-    return cap

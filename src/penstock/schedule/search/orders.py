@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from penstock.schedule.costs import Costs
@@ -79,24 +78,19 @@ def _fuse_backwards(problem: Problem, simulation: Simulation) -> Schedule:
     consumers: list[list[tuple[int, float]]] = [[] for _ in schedule.placement]
     for src, dst, time in problem.arcs:
         consumers[dst].append((src, time))
-    orders = []
-    for order, times in zip(schedule.orders, simulation.starts, strict=True):
-        fused: list[Action] = []
-        at = 0
-        while at < len(order):
-            action = order[at]
+    orders: list[list[Action]] = [[] for _ in schedule.orders]
+    for fused, order in zip(orders, schedule.orders, strict=True):
+        for action in order:
             stage, kind, k = action
-            adjacent = kind == "I" and at + 1 < len(order) and order[at + 1] == (stage, "W", k)
             duration = problem.duration(B, stage)
-            if adjacent and duration <= problem.duration(I, stage) + problem.duration(W, stage):
-                end = times[at] + duration
+            pays = duration <= problem.duration(I, stage) + problem.duration(W, stage)
+            if kind == "W" and pays and fused[-1] == (stage, "I", k):
+                end = starts[stage, k] + duration
                 if all(starts[src, k] >= (end + time) * (1 - 1e-15) for src, time in consumers[stage]):
-                    action = Action(stage, "B", k)
-                    at += 1
+                    fused[-1] = Action(stage, "B", k)
+                    continue
             fused.append(action)
-            at += 1
-        orders.append(tuple(fused))
-    return replace(schedule, orders=tuple(orders))
+    return Schedule.of(schedule.name, schedule.placement, orders, schedule.num_microbatches)
 
 
 def without_weight_grads(problem: Problem, orders: Orders) -> Orders:

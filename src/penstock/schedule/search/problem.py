@@ -61,10 +61,8 @@ class Problem:
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """By rank: its stages."""
-        stages: list[list[int]] = [[] for _ in self.cap]
-        for stage, rank in enumerate(self.placement):
-            stages[rank].append(stage)
-        return tuple(map(tuple, stages))
+        ranks = range(self.num_ranks)
+        return tuple(tuple(s for s, owner in enumerate(self.placement) if owner == rank) for rank in ranks)
 
     @cached_property
     def memory_change(self) -> tuple[float, ...]:
@@ -98,15 +96,11 @@ class Problem:
     @cached_property
     def work(self) -> tuple[float, ...]:
         """By rank: the least time of all its work on one micro-batch."""
-        return tuple(
-            sum(
-                self.duration(F, s)
-                + min(self.duration(B, s), self.duration(I, s) + self.duration(W, s))
-                + self.recompute_times[s]
-                for s in stages
-            )
-            for stages in self.stages_of
-        )
+        times = []
+        for s in range(self.num_stages):
+            backward = min(self.duration(B, s), self.duration(I, s) + self.duration(W, s))
+            times.append(self.duration(F, s) + backward + self.recompute_times[s])
+        return tuple(sum(times[s] for s in stages) for stages in self.stages_of)
 
     @cached_property
     def least_memory(self) -> tuple[float, ...]:
@@ -131,9 +125,6 @@ class Problem:
     def held_after_forward(self, stage: int) -> float:
         """The memory of one micro-batch on a stage after its forward."""
         return self.activation[stage] * (self.checkpoint[stage] if self.recomputed[stage] else 1.0)
-
-    def with_m(self, m: int) -> Problem:
-        return replace(self, m=m)
 
     def with_recomputed(self, stages: Iterable[int]) -> Problem:
         """The problem with exactly these stages recomputed."""
@@ -160,23 +151,6 @@ class Problem:
         backwards = times[B * count : W * count]
         times = (*times[:count], *backwards, *backwards, *(0.0,) * count, *times[R * count :])
         return replace(self.with_full_backwards(), durations=times)
-
-
-def connect_arcs(problem: Problem) -> tuple[list[list[list[float]]], list[list[tuple[list[float], float, int]]]]:
-    """For F and I of each stage: the lists of arrival times they wait for, and those they append to, each with its
-    transfer time and the receiving rank. Each arc has two lists, forward and backward.
-    """
-    count, placement = problem.num_stages, problem.placement
-    incoming: list[list[list[float]]] = [[] for _ in range(2 * count)]
-    outgoing: list[list[tuple[list[float], float, int]]] = [[] for _ in range(2 * count)]
-    for src, dst, time in problem.arcs:
-        forward: list[float] = []
-        backward: list[float] = []
-        incoming[dst].append(forward)
-        outgoing[src].append((forward, time, placement[dst]))
-        incoming[count + src].append(backward)
-        outgoing[count + dst].append((backward, time, placement[src]))
-    return incoming, outgoing
 
 
 def make_problem(
@@ -231,7 +205,14 @@ def make_problem(
         recompute is None,
     )
     if cap is None:
-        caps = (_peak_of_1f1b(problem),) * ranks
+        # The peak of 1F1B's fullest rank. The r-th of p ranks holds min(m, p - r) micro-batches in all its stages; one
+        # more complete activation counts where stages are recomputed.
+        kept = problem.with_recomputed(()) if problem.recompute_optional else problem
+        peaks = []
+        for position, stages in enumerate(sorted(kept.stages_of)):
+            complete = max(kept.activation[s] - kept.held_after_forward(s) for s in stages)
+            peaks.append(min(m, ranks - position) * sum(map(kept.held_after_forward, stages)) + complete)
+        caps = (max(peaks),) * ranks
     else:
         caps = (float(cap),) * ranks if isinstance(cap, int | float) else tuple(map(float, cap))
     if len(caps) != ranks:
@@ -239,34 +220,15 @@ def make_problem(
     unlimited = (m * sum(problem.activation[s] for s in stages) for stages in problem.stages_of)
     caps = tuple(most if cap == math.inf else cap for cap, most in zip(caps, unlimited, strict=True))
     problem = replace(problem, cap=caps)
-    _check_memory(problem.with_full_backwards())
+    full = problem.with_full_backwards()
+    if not full.feasible:  # in a chain of stages, no order needs less memory than one micro-batch in all stages
+        lacks = [need - cap for need, cap in zip(full.least_memory, caps, strict=True)]
+        rank = max(range(ranks), key=lambda rank: lacks[rank])
+        each = ", ".join(f"{need:.4g}" for need in full.least_memory)
+        raise ScheduleError(
+            f"no order fits: rank {rank} keeps at least {full.least_memory[rank]:.4g} (one micro-batch in stages "
+            f"{', '.join(map(str, full.stages_of[rank]))}) and may keep {caps[rank]:.4g}, {lacks[rank]:.4g} too "
+            f"little. The least for all ranks: {each}. Raise the cap, "
+            + ("or cut the model finer" if all(full.recomputed) else "cut the model finer, or recompute")
+        )
     return problem, edges
-
-
-def _peak_of_1f1b(problem: Problem) -> float:
-    """The peak of 1F1B's fullest rank. The r-th of p ranks holds min(m, p - r) micro-batches in all its stages; one
-    more complete activation counts where stages are recomputed.
-    """
-    if problem.recompute_optional:
-        problem = problem.with_recomputed(())
-    peaks = []
-    for position, stages in enumerate(sorted(problem.stages_of)):
-        complete = max(problem.activation[s] - problem.held_after_forward(s) for s in stages)
-        held = sum(map(problem.held_after_forward, stages))
-        peaks.append(min(problem.m, problem.num_ranks - position) * held + complete)
-    return max(peaks)
-
-
-def _check_memory(problem: Problem) -> None:
-    """Every rank has memory for one micro-batch in all its stages. In a chain of stages, no order needs less."""
-    if problem.feasible:
-        return
-    lacks = [need - cap for need, cap in zip(problem.least_memory, problem.cap, strict=True)]
-    rank = max(range(problem.num_ranks), key=lambda rank: lacks[rank])
-    each = ", ".join(f"{need:.4g}" for need in problem.least_memory)
-    raise ScheduleError(
-        f"no order fits: rank {rank} keeps at least {problem.least_memory[rank]:.4g} (one micro-batch in stages "
-        f"{', '.join(map(str, problem.stages_of[rank]))}) and may keep {problem.cap[rank]:.4g}, {lacks[rank]:.4g} too "
-        f"little. The least for all ranks: {each}. Raise the cap, "
-        + ("or cut the model finer" if all(problem.recomputed) else "cut the model finer, or recompute")
-    )

@@ -1,5 +1,9 @@
 """Tabu search: at each step the best move at a block of the critical path, even if it makes the order worse.
 
+Orders are a graph of nodes, which moves update incrementally. A node is an op on one micro-batch. It waits for its
+inputs and for its predecessor on its rank. The longest paths from the start to each node and from there to the end give
+an estimate of the makespan after a move.
+
 A block is a run of consecutive nodes of one rank on the critical path. To shorten the path, a node must leave its block
 at one of the ends. The pairs of nodes that a move reverses are tabu for some steps.
 """
@@ -9,8 +13,287 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from penstock.schedule.search.op_graph import NodeTable, OpGraph
-from penstock.schedule.search.problem import TOLERANCE, B, C, F, Orders
+from penstock.schedule.search.orders import microbatches
+from penstock.schedule.search.problem import TOLERANCE, B, C, F, I, Orders, Problem, R, W
+
+_LINES = (0, 1, 1, 2, 3, 0)
+"""The line of each kind of op."""
+
+
+class NodeTable:
+    """The nodes of a problem, which all its orders share.
+
+    Node numbers are ``line * m + micro-batch``. The lines are F, the backward (I or B), W and R of each stage.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        count, m = problem.num_stages, problem.m
+        self.problem = problem
+        self.none = 4 * count * m
+        """A node before the first and after the last node of every rank."""
+        ops = [kind * count + s for kind in (F, I, W, R) for s in range(count)]
+        self.rank = [problem.placement[op % count] for op in ops for _ in range(m)]
+        self.line = [line for line in range(4 * count) for _ in range(m)]
+        self.microbatch = [*range(m)] * (4 * count)
+        self.pair = [*range(count * m)] * 4
+        """The same number for all nodes of one stage and micro-batch."""
+        self.ops = [op for op in ops for _ in range(m)]
+        self.shortest = [
+            min(problem.duration(kind, s) for s in stages for kind in range(6)) for stages in problem.stages_of
+        ]
+        """By rank: the duration of its shortest op."""
+        self.needs = [problem.memory_need[op] for op in self.ops]
+        sources: list[list[tuple[int, float]]] = [[] for _ in range(self.none)]
+        targets: list[list[tuple[int, float]]] = [[] for _ in range(self.none)]
+        for src, dst, time in problem.arcs:
+            for source, target in ((src, dst), (count + dst, count + src)):
+                for k in range(m):
+                    sources[target * m + k].append((source * m + k, time))
+                    targets[source * m + k].append((target * m + k, time))
+        self.sources = [tuple(each) for each in sources]
+        self.targets = [tuple(each) for each in targets]
+
+    def number(self, orders: Orders) -> tuple[list[list[int]], list[int]]:
+        """For each rank its order as nodes; and the op of each node."""
+        count, m = self.problem.num_stages, self.problem.m
+        ops = list(self.ops)
+        numbered = []
+        for order, ks in zip(orders, microbatches(self.problem, orders), strict=True):
+            nodes = [(_LINES[op // count] * count + op % count) * m + k for op, k in zip(order, ks, strict=True)]
+            for node, op in zip(nodes, order, strict=True):
+                ops[node] = op
+            numbered.append(nodes)
+        return numbered, ops
+
+
+class OpGraph:
+    """Complete orders, W included, that keep the cap and do not deadlock.
+
+    Moves leave ``end`` and ``tail`` out of date until ``update``.
+    """
+
+    def __init__(self, table: NodeTable, orders: Orders) -> None:
+        self.table, self.problem = table, table.problem
+        problem = table.problem
+        self.stages, self.m = problem.num_stages, problem.m
+        self.memory_limit = [cap * (1 + TOLERANCE) for cap in problem.cap]
+        self.none, self.rank, self.needs = table.none, table.rank, table.needs
+        self.sources, self.targets = table.sources, table.targets
+        self.orders, self.ops = table.number(orders)
+        self.duration = [*(problem.durations[op] for op in self.ops), 0.0]
+        self.change = [problem.memory_change[op] for op in self.ops]
+        self.place = [0] * self.none  # position in the rank's order
+        self.held = [0.0] * (self.none + 1)  # memory after the node
+        self.before, self.after = [self.none] * self.none, [self.none] * self.none
+        for order in self.orders:
+            self._link(order, 0, len(order) - 1)
+        self.sequence: list[int] = []  # all nodes, each after its inputs and its predecessor
+        missing = [len(each) for each in self.sources]
+        ready = list(range(len(self.orders)))
+        position = [0] * len(self.orders)
+        while ready:
+            rank = ready.pop()
+            order = self.orders[rank]
+            while position[rank] < len(order) and not missing[order[position[rank]]]:
+                node = order[position[rank]]
+                position[rank] += 1
+                self.sequence.append(node)
+                for other, _ in self.targets[node]:
+                    missing[other] -= 1
+                    if self.rank[other] != rank:
+                        ready.append(self.rank[other])
+        self.at = [0] * self.none  # position in the sequence
+        for i, node in enumerate(self.sequence):
+            self.at[node] = i
+        self.end, self.tail = [0.0] * (self.none + 1), [0.0] * (self.none + 1)
+        """By node: the longest path from the start to its end, and from its start to the end."""
+        self._first, self._last = 0, len(self.sequence) - 1  # the part of the sequence that changed
+        self.update()
+
+    @property
+    def encoded(self) -> Orders:
+        """The orders as op codes."""
+        return [[self.ops[node] for node in order] for order in self.orders]
+
+    def kind(self, node: int) -> int:
+        """The kind of the node's op."""
+        return self.ops[node] // self.stages
+
+    def _link(self, order: list[int], low: int, high: int) -> None:
+        """Set neighbours, places and memory of a part of an order."""
+        before = order[low - 1] if low else self.none
+        held = self.held[before]
+        for i in range(low, high + 1):
+            node = order[i]
+            self.place[node] = i
+            self.before[node] = before
+            if before != self.none:
+                self.after[before] = node
+            held += self.change[node]
+            self.held[node] = held
+            before = node
+        after = order[high + 1] if high + 1 < len(order) else self.none
+        self.after[before] = after
+        if after != self.none:
+            self.before[after] = before
+
+    def update(self) -> None:
+        """Recompute the longest paths and the makespan after moves."""
+        before, after, duration, sources, targets = self.before, self.after, self.duration, self.sources, self.targets
+        end, tail, sequence = self.end, self.tail, self.sequence
+        for node in sequence[self._first :]:
+            start = end[before[node]]
+            for other, time in sources[node]:
+                if end[other] + time > start:
+                    start = end[other] + time
+            end[node] = start + duration[node]
+        for node in reversed(sequence[: self._last + 1]):
+            rest = tail[after[node]]
+            for other, time in targets[node]:
+                if tail[other] + time > rest:
+                    rest = tail[other] + time
+            tail[node] = rest + duration[node]
+        self.makespan = max(end[order[-1]] for order in self.orders)
+        self._first, self._last = len(sequence), -1
+
+    def moved(self, rank: int, origin: int, to: int) -> list[int] | None:
+        """The slice of a rank's order between two places after the node at ``origin`` moves to ``to``.
+
+        None if that exceeds the cap, or reverses nodes whose order is given: the same op on two micro-batches, two
+        nodes of one stage and micro-batch, and a node and its input.
+        """
+        order, change, needs = self.orders[rank], self.change, self.needs
+        lines, microbatch = self.table.line, self.table.microbatch
+        node = order[origin]
+        line, k = lines[node], microbatch[node]
+        low, high = (to, origin) if to < origin else (origin, to)
+        part = order[low : high + 1]
+        part.remove(node)
+        for other in part:
+            if lines[other] == line:
+                return None
+            if microbatch[other] == k and (
+                (lines[other] - line) % self.stages == 0
+                or any(near == other for near, _ in (*self.sources[node], *self.targets[node]))
+            ):
+                return None
+        part.insert(to - low, node)
+        held, limit = self.held[order[low - 1]] if low else 0.0, self.memory_limit[rank]
+        for other in part:
+            if needs[other] and held + needs[other] > limit:
+                return None
+            held += change[other]
+        return part
+
+    def estimate(self, rank: int, low: int, part: list[int]) -> float:
+        """The longest path through a new slice of an order from place ``low``, with all other paths as they are."""
+        end, tail, duration = self.end, self.tail, self.duration
+        order = self.orders[rank]
+        now = end[order[low - 1]] if low else 0.0
+        ends = []
+        for node in part:
+            for other, time in self.sources[node]:
+                if end[other] + time > now:
+                    now = end[other] + time
+            now += duration[node]
+            ends.append(now)
+        high = low + len(part)
+        rest = tail[order[high]] if high < len(order) else 0.0
+        longest = 0.0
+        for i in range(len(part) - 1, -1, -1):
+            node = part[i]
+            for other, time in self.targets[node]:
+                if tail[other] + time > rest:
+                    rest = tail[other] + time
+            if ends[i] + rest > longest:
+                longest = ends[i] + rest
+            rest += duration[node]
+        return longest
+
+    def move(self, rank: int, origin: int, to: int, part: list[int]) -> bool:
+        """Make the move to the slice ``part``; False, without a change, if it would close a cycle."""
+        order = self.orders[rank]
+        low, high = min(origin, to), max(origin, to)
+        first, last = self.at[order[low]], self.at[order[high]]
+        window = self.sequence[first : last + 1]
+        node = order[origin]
+        passed = set(part)
+        passed.discard(node)
+        moving = {node}
+        # Nodes that depend on the node (or that it depends on) move with it in the sequence, past those it passes.
+        if to > origin:
+            near, neighbour = self.sources, self.before
+            scan = window[1:]
+        else:
+            near, neighbour = self.targets, self.after
+            scan = window[-2::-1]
+        for other in scan:
+            if other in passed:
+                if any(source in moving for source, _ in near[other]):
+                    return False
+            elif neighbour[other] in moving or any(source in moving for source, _ in near[other]):
+                moving.add(other)
+        stay = [other for other in window if other not in moving]
+        along = [other for other in window if other in moving]
+        window = stay + along if to > origin else along + stay
+        self.sequence[first : last + 1] = window
+        for i, other in enumerate(window, first):
+            self.at[other] = i
+        order[low : high + 1] = part
+        self._link(order, low, high)
+        self._first, self._last = min(self._first, first), max(self._last, last)
+        return True
+
+    def fuse(self, backward: int) -> int:
+        """Make an I and its W a B; return the place of the W."""
+        return self._remove(backward + self.stages * self.m, backward, backward // self.m + self.stages)
+
+    def split(self, backward: int, place: int | None = None) -> None:
+        """Make a B an I and a W, with the W at ``place`` of the order, or directly after the I."""
+        place = self.place[backward] + 1 if place is None else place
+        self._insert(backward + self.stages * self.m, place, backward, backward // self.m)
+
+    def keep(self, forward: int) -> int | None:
+        """Remove a recompute; return its place. None, without a change, if that exceeds the cap."""
+        rank, recompute = self.rank[forward], forward + 3 * self.stages * self.m
+        limit, held = self.memory_limit[rank] - self.change[recompute], self.held
+        before = forward
+        for other in self.orders[rank][self.place[forward] + 1 : self.place[recompute]]:
+            if self.needs[other] and held[before] + self.needs[other] > limit:
+                return None
+            before = other
+        return self._remove(recompute, forward, forward // self.m)
+
+    def recompute(self, forward: int, place: int | None = None) -> None:
+        """Recompute a micro-batch, with its R at ``place`` of the order, or directly before its backward."""
+        place = self.place[forward + self.stages * self.m] if place is None else place
+        self._insert(forward + 3 * self.stages * self.m, place, forward, C * self.stages + forward // self.m)
+
+    def _remove(self, node: int, other: int, op: int) -> int:
+        """Remove a node, and make the earlier node ``other`` an ``op``; return the place of the removed node."""
+        place, at = self.place[node], self.at[node]
+        del self.orders[self.rank[node]][place], self.sequence[at]
+        self._change_op(other, op, at)
+        return place
+
+    def _insert(self, node: int, place: int, other: int, op: int) -> None:
+        """Insert a node, in the sequence after its predecessor, and make the earlier node ``other`` an ``op``."""
+        order = self.orders[self.rank[node]]
+        at = self.at[order[place - 1]] + 1
+        order.insert(place, node)
+        self.sequence.insert(at, node)
+        self._change_op(other, op, at)
+
+    def _change_op(self, node: int, op: int, last: int) -> None:
+        """Make ``node`` an ``op``, and relink after a node was inserted or removed at ``last`` of the sequence."""
+        self.ops[node] = op
+        self.duration[node], self.change[node] = self.problem.durations[op], self.problem.memory_change[op]
+        order, first = self.orders[self.rank[node]], self.at[node]
+        self._link(order, self.place[node], len(order) - 1)
+        for i in range(first, len(self.sequence)):
+            self.at[self.sequence[i]] = i
+        self._first, self._last = min(self._first, first), max(self._last, min(last, len(self.sequence) - 1))
+
 
 _Block = tuple[int, int, int]
 """Rank, first and last place in its order."""
@@ -129,7 +412,6 @@ def _moves(
     """The moves at the blocks: (estimated makespan, rank, origin, destination, new slice), best first."""
     moves = []
     for number, (rank, first, last) in enumerate(blocks):
-        order = graph.orders[rank]
         candidates = []
         if number > 0:
             candidates += [(origin, first) for origin in range(first + 1, min(first + _REACH, last) + 1)]
@@ -139,15 +421,10 @@ def _moves(
             part = graph.moved(rank, origin, to)
             if part is None:
                 continue
-            low = min(origin, to)
-            time = graph.estimate(rank, low, part)
+            time = graph.estimate(rank, min(origin, to), part)
             if time >= best:
-                node = order[origin]
-                if to < origin:
-                    is_tabu = any(tabu.get((node, other), 0) > step for other in part)
-                else:
-                    is_tabu = any(tabu.get((other, node), 0) > step for other in part)
-                if is_tabu:
+                node = graph.orders[rank][origin]
+                if any(tabu.get((node, other) if to < origin else (other, node), 0) > step for other in part):
                     continue
             moves.append((time * (1 + 1e-7 * random.random()), rank, origin, to, part))
     moves.sort(key=lambda move: move[0])
