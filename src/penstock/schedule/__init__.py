@@ -14,29 +14,10 @@ from penstock.schedule.text import from_csv, from_text, to_csv, to_text
 from penstock.schedule.verify import MemoryReport, verify
 
 __all__ = [
-    "SCHEDULES",
-    "Action",
-    "Costs",
-    "MemoryReport",
-    "Schedule",
-    "ScheduleKind",
-    "SearchResult",
-    "Simulation",
-    "auto",
-    "build",
-    "canonical_name",
-    "from_csv",
-    "from_text",
-    "loop",
-    "recompute_modes",
-    "register",
-    "simulate",
-    "to_csv",
-    "to_text",
-    "vee",
-    "verify",
-    "with_recompute",
-]
+    "SCHEDULES", "Action", "Costs", "MemoryReport", "Schedule", "ScheduleKind", "SearchResult", "Simulation", "auto",
+    "build", "canonical_name", "from_csv", "from_text", "loop", "recompute_modes", "register", "simulate", "to_csv",
+    "to_text", "vee", "verify", "with_recompute",
+]  # fmt: skip
 
 # Importing the module of a schedule registers it. These come first in listings and tables; a new module is found by
 # itself, and its schedules follow.
