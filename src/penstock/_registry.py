@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+# Makes the context manager of ``Pipeline.trace`` of (executor, plan, mesh, steps, skip, prediction, quiet).
 trace_recording: Callable[..., Any]
-"""The context manager of ``Pipeline.trace``, which belongs to the profiler.
-
-It is made of (executor, plan, mesh, steps, skip, prediction, quiet), and has an attribute ``trace``.
-"""
-
-viz: Callable[[], Any]
-"""Imports ``penstock.viz``, which draws the objects of all layers."""
+viz: Callable[[], Any]  # imports ``penstock.viz``, which draws the objects of all layers

@@ -32,11 +32,11 @@ from penstock.cli.run import run as run_processes
 from penstock.data import Digits, load_mnist
 from penstock.errors import PenstockError, ScheduleError
 from penstock.format import count_noun
-from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.schedule import Costs, simulate
 from penstock.schedule.provider import ScheduleProvider
 from penstock.train.launch import usable_cores
 from penstock.train.pipeline import StepTotals
+from penstock.train.progress import ProgressUI, progress_ui
 from penstock.viz import print_schedule
 
 _EXAMPLES = """\
@@ -53,7 +53,6 @@ Examples:
 
 # Layers of each stage, for each number of stages. The second layer computes more than all others together.
 _BALANCES = {1: [4], 2: [1, 3], 3: [1, 1, 2], 4: [1, 1, 1, 1]}
-_TRACED_STEPS = 10
 
 # Largest accepted difference of losses and gradient norms, relative to the plain model's where that is above 1.
 # Regrouped sums of doubles differ by about 1e-15. A wrong gradient shows at once in its norm, and then in the losses.
@@ -289,7 +288,7 @@ def train(settings: Settings, mesh: ps.Mesh | None = None) -> None:
     run, plain = PipelineRun(settings, mesh), PlainRun(settings)
     with closing(run.pipe):
         # The first step is slower than the others: its trace is left out, unless it is the only one.
-        with run.pipe.trace(_TRACED_STEPS, skip=int(steps > 1), quiet=True) as trace, progress_ui() as ui:
+        with run.pipe.trace(steps=10, skip=int(steps > 1), quiet=True) as trace, progress_ui() as ui:
             largest = _compare(settings, run, plain, digits, ui)
         (accuracy,) = _sum_over_ranks(mesh, _accuracy(run.pipe, test, settings))
         expected = _accuracy(plain.model, test, settings, settings.device)

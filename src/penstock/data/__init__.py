@@ -20,7 +20,6 @@ FILES = {
 }
 """The images and the labels of each half, under the names they were published with."""
 
-_EXTRACT = Path(__file__).parent
 _MEAN, _DEVIATION = 0.1307, 0.3081  # of all training pixels, from 0 to 1
 _UBYTE = b"\0\0\x08"  # an idx file of unsigned bytes starts so
 
@@ -53,7 +52,7 @@ def load_mnist(directory: str | Path | None = None) -> tuple[Digits, Digits]:
 
     With ``directory``, all of the four original files that are there.
     """
-    folder = _EXTRACT if directory is None else Path(directory)
+    folder = Path(__file__).parent if directory is None else Path(directory)
     missing = [name for pair in FILES.values() for name in pair if not (folder / name).is_file()]
     if missing:
         raise PenstockError(

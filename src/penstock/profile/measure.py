@@ -27,11 +27,11 @@ from penstock.errors import PlanError, did_you_mean
 from penstock.profile.analytic import Hardware, get_hardware
 from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, Profile, SharedParameters
 from penstock.profile.timing import ActionTimes, LayerTimings, count_time, measure_overhead, median_times, time_layer
-from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.split import chain_of
 from penstock.split.measure import LayerRun, Measurement, measure, tensor_bytes
 from penstock.split.plan import LayerChain, Plan
 from penstock.split.sample import ModuleState, accelerators_of, sample_arguments
+from penstock.train.progress import ProgressUI, progress_ui
 
 TURNS = 4  # times that each layer is timed, if the budget allows it
 

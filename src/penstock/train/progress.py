@@ -1,23 +1,26 @@
-"""``ps.progress``: rank 0 reports the progress of a training loop, for all ranks."""
+"""``ps.progress``: rank 0 reports the progress of a training loop, for all ranks: lines and, on a terminal, a bar."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock._torch import default_store
 from penstock.errors import PlanError
-from penstock.progress_ui import ProgressUI, progress_ui
 from penstock.train.launch import is_rank0
 from penstock.train.pipeline import Pipeline, StepTotals
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 T = TypeVar("T")
 
@@ -162,3 +165,49 @@ class _Loop:
         if due:
             self.exchanged_at = time.monotonic()
         return due
+
+
+class ProgressUI:
+    """Reports of a loop. ``live``: with a bar, whose text is visible."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.live = progress, not progress.disable
+        self.task: TaskID | None = None
+
+    def begin(self, title: str, total: int | None) -> None:
+        """Start a bar of ``total`` steps; None: an unknown number."""
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+        self.task = self.progress.add_task(title, total=total, text="")
+
+    def advance(self, text: str | None, steps: int = 1) -> None:
+        """Count steps. ``text`` replaces the text beside the bar; None keeps it."""
+        if self.task is not None:
+            self.progress.advance(self.task, steps)
+            if text is not None:
+                self.progress.update(self.task, text=text)
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+_live_bars = 0
+
+
+@contextmanager
+def progress_ui() -> Iterator[ProgressUI]:
+    """A bar where stdout is a terminal, but not within a loop that has one already; otherwise lines only."""
+    global _live_bars
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    console = Console(file=sys.stdout)
+    columns = (TextColumn("{task.description}"), BarColumn(10), TextColumn("{task.fields[text]}"))
+    live = console.is_terminal and not _live_bars
+    _live_bars += live
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not live) as progress:
+            yield ProgressUI(progress)
+    finally:
+        _live_bars -= live

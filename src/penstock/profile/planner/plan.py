@@ -33,7 +33,6 @@ from penstock.split.sample import sample_inputs
 from penstock.train.build import assign_devices
 from penstock.train.mesh import Mesh
 
-_STORE_TIMEOUT = timedelta(minutes=30)
 _num_plans: Counter[tuple[int, ...]] = Counter()  # plans of this process, by the ranks of the mesh
 
 
@@ -264,7 +263,7 @@ def _plan_on_first_rank(mesh: Mesh, work: Callable[[], PlanResult], model: nn.Mo
     key = f"penstock/plan/{mesh.world_ranks}/{_num_plans[mesh.world_ranks]}"
     store = default_store()
     if mesh.rank != mesh.world_ranks[0]:
-        store.wait([key], _STORE_TIMEOUT)
+        store.wait([key], timedelta(minutes=30))
         message = json.loads(store.get(key))
         if "error" in message:
             raise PlanError(f"rank {mesh.world_ranks[0]}, which plans for all, failed: {message['error']}")
