@@ -25,6 +25,8 @@ from penstock.train.optimizer_offload import is_offloaded
 from tests.support import programs
 from tools.make_mnist_extract import extract, write_idx
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -23,6 +23,8 @@ from tests.compat.poptorch_models import (
 )
 from tests.compat.poptorch_models import plainly as plainly
 
+pytestmark = pytest.mark.slow
+
 STRATEGIES = {
     "pipelined": (Net, STAGES),
     "stages": (

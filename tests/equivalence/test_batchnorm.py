@@ -16,6 +16,8 @@ import penstock as ps
 from penstock.engine.microbatch import microbatch_sizes
 from tests.support.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zbv"]
 RECOMPUTE = ["never", "except_last", "always"]
 # Micro-batches, batch size, momentum: even, uneven, some of one sample, fewer samples than micro-batches.

@@ -22,6 +22,8 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.verify import verify
 from tests.schedule.samples import schedules, staircase
 
+pytestmark = pytest.mark.slow
+
 SIZES = list(product((1, 2, 3, 4), (1, 2, 3, 5, 8)))
 Edges = Sequence[tuple[int, int]]
 lowered = cache(lower)

@@ -16,6 +16,8 @@ from penstock.schedule.schedule import Action, Schedule
 from penstock.schedule.verify import verify
 from tests.schedule.samples import VARIANTS, placed, schedules, staircase
 
+pytestmark = pytest.mark.slow
+
 
 def can_run(schedule: Schedule) -> bool:
     """An independent check: run any possible action until all are done or none is possible."""

@@ -28,6 +28,8 @@ from tests.split.trace_models import (
     UNet,
 )
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.arange(10).reshape(2, 5)
 X = torch.linspace(-1, 2, 24).reshape(4, 6)
 

@@ -30,6 +30,8 @@ from tests.split.trace_models import (
     WithLoss,
 )
 
+pytestmark = pytest.mark.slow
+
 X = torch.linspace(-1, 2, 24).reshape(4, 6)
 IDS = torch.arange(20).reshape(4, 5) % 11
 IMAGES = torch.linspace(-1, 1, 4 * 28 * 28).reshape(4, 1, 28, 28)

@@ -14,6 +14,8 @@ from penstock.split.plan import run_stages
 from penstock.split.sample import CountedOutput
 from tests.split.trunk_models import WIDTH, Block, Trunked, Usual, assert_staged, cut, hidden, tokens, tril
 
+pytestmark = pytest.mark.slow
+
 SIZES = [(4,), (2, 2), (1, 3), (3, 1), (1, 2, 1), (1, 1, 1, 1)]
 each_cut = pytest.mark.parametrize("sizes", SIZES, ids=str)
 

@@ -184,4 +184,4 @@ def test_rank_0_shows_the_average_bubble(two: Ranks, how: str) -> None:
 
 def test_every_must_be_positive() -> None:
     with pytest.raises(ps.PlanError, match="every must be a number of steps, got 0"):
-        ps.progress([1], every=0)
+        list(ps.progress([1], every=0))

@@ -23,6 +23,8 @@ from penstock.profile.planner.cuts import (
     rank_bytes,
 )
 
+pytestmark = pytest.mark.slow
+
 SHAPES = [("straight", 1), ("v", 2), ("loop", 2), ("loop", 3), ("loop", 4)]
 
 

@@ -25,6 +25,8 @@ from penstock.profile.planner.joint import StageProblem, _Search, find_order, jo
 from penstock.profile.planner.plan import plan_costs
 from penstock.schedule import Costs, Schedule, simulate
 
+pytestmark = pytest.mark.slow
+
 
 def chain(kept: list[float], works: list[float], sent: float = 1.0, latency: float = 0.0) -> ModelCosts:
     rows = [

@@ -20,6 +20,8 @@ from penstock.profile.planner.search import configurations, device_grids
 from penstock.schedule import build, simulate
 from tests.support.published import work_of
 
+pytestmark = pytest.mark.slow
+
 P, M = 8, 16
 
 

@@ -90,6 +90,7 @@ class Watch:
         self.failures = FailureStore(main_store, ranks, rank)
         self.cause: Cause | None = None
         self.interrupted = False  # whether the main thread was sent an interrupt
+        self._on_sigint = self._raise_if_interrupted
         self._pid = os.getpid()
         # The thread has its own connection to the store: the main thread may block on the other one.
         self._client = sockets.StoreClient(store, name)
@@ -123,6 +124,9 @@ class Watch:
     def __enter__(self) -> None:
         if self.cause is not None:
             raise PipelineStopped(self.cause)
+        # Shells start programs in the background so that they ignore SIGINT: there only our own interrupt is heeded.
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._on_sigint)
         self.status.enter_call()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -134,6 +138,8 @@ class Watch:
                 time.sleep(0.1)  # an interrupt that was sent arrives here at the latest
         finally:
             self.status.call_depth = depth  # it may have arrived while the lock was waited for
+            if not depth and signal.getsignal(signal.SIGINT) is self._on_sigint:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self.cause is not None and (self.interrupted or error is None or isinstance(error, Exception)):
             raise PipelineStopped(self.cause) from error
 
@@ -294,16 +300,18 @@ class Watch:
                 action(self._client.store)
 
     def _interrupt(self) -> None:
-        """Interrupt the main thread in its call as by Ctrl-C, which also ends a sleep; a program's own handler is not.
-
-        Programs in the background ignore SIGINT and are not interrupted, because shells start them so.
-        """
+        """Interrupt the main thread in its call as by Ctrl-C, unless the program has its own handler."""
         main = threading.main_thread().ident
-        if main == self.status.thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        handlers = (signal.default_int_handler, self._on_sigint)
+        if main == self.status.thread and signal.getsignal(signal.SIGINT) in handlers:
             with self._lock:
                 if self.status.call_depth:
                     self.interrupted = True
                     signal.pthread_kill(main, signal.SIGINT)
+
+    def _raise_if_interrupted(self, number: int, frame: object) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
 
 
 # ── exit hooks ───────────────────────────────────────────────────────────────────────────────────────────────────
