@@ -92,8 +92,7 @@ def schedule(
     memory: Annotated[float | None, option(_MEMORY_HELP, metavar="SHARES", min=0.0)] = None,
     recompute: Annotated[bool, option("With auto: recompute forwards where that saves time.", "--recompute")] = False,
     shape: Annotated[
-        Literal["loop", "v"] | None,
-        option("With auto: stages go round the ranks, or there and back (default loop)."),
+        Literal["loop", "v"] | None, option("With auto: stages go round the ranks, or there and back (default loop).")
     ] = None,
     csv_file: Annotated[str | None, option("Write it as CSV, one row per rank.", "--csv", metavar="[FILE]")] = None,
     text_file: Annotated[str | None, option("Write it as text.", "--text", metavar="[FILE]")] = None,

@@ -21,7 +21,6 @@ FILES = {
 """The images and the labels of each half, under the names they were published with."""
 
 _MEAN, _DEVIATION = 0.1307, 0.3081  # of all training pixels, from 0 to 1
-_UBYTE = b"\0\0\x08"  # an idx file of unsigned bytes starts so
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def read_idx(path: str | Path) -> Tensor:
         data = gzip.decompress(Path(path).read_bytes())
     except (OSError, EOFError, zlib.error) as error:
         raise PenstockError(f"{path} cannot be read: {error}") from error
-    if data[:3] != _UBYTE or len(data) < 4 + 4 * data[3]:
+    if data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * data[3]:
         raise PenstockError(f"{path} is not an idx file of bytes: it starts with {data[:4].hex(' ') or 'nothing'}")
     start = 4 + 4 * data[3]
     shape = [int.from_bytes(data[at : at + 4], "big") for at in range(4, start, 4)]

@@ -58,7 +58,6 @@ def detach_tensors(value: Any) -> Any:
 
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
-_FIRST = (0,)
 _new_tuple: Callable[..., Any] = tuple.__new__
 
 
@@ -188,7 +187,7 @@ def detach_outputs(output: Any, *, stage: int | None = None) -> tuple[Message, S
     """
     if isinstance(output, Tensor):
         if output.requires_grad:
-            return tensor_message(output.detach(), _FIRST), (gradient_edge(output),)
+            return tensor_message(output.detach(), (0,)), (gradient_edge(output),)
         return tensor_message(output.detach(), ()), ()
     leaves, spec = flatten(output)
     wants: list[int] = []

@@ -33,11 +33,7 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def trace_chain(
-    model: nn.Module,
-    *,
-    stages: int | None,
-    cuts: Sequence[str] | None,
-    sample: Sample | None = None,
+    model: nn.Module, *, stages: int | None, cuts: Sequence[str] | None, sample: Sample | None = None
 ) -> TraceChain:
     """The line of a model: before the modules ``cuts``, at its marks or blocks, or, with none, where it balances.
 
