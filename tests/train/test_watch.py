@@ -154,8 +154,20 @@ def fails_while_another_computes(rank: int, folder: Path) -> RaisedError:
     return error
 
 
-def test_failure_reaches_a_rank_that_computes(three: Ranks, tmp_path: Path) -> None:
-    for error in three.check(fails_while_another_computes, tmp_path):
+def fails_in_the_background(rank: int, folder: Path) -> RaisedError:
+    """The same in programs that ignore SIGINT, as a shell starts those in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        error = fails_while_another_computes(rank, folder)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        return error
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("case", [fails_while_another_computes, fails_in_the_background])
+def test_failure_reaches_a_rank_that_computes(three: Ranks, tmp_path: Path, case: Callable[..., RaisedError]) -> None:
+    for error in three.check(case, tmp_path):
         assert error.kind == "PipelineError"
         assert error.action == "2F0"
         assert "rank 2, stage 2, micro-batch 0, action 2F0: Boom: on purpose" in error.text
