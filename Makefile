@@ -25,9 +25,9 @@ check: lint
 	$(PY) -m pytest -n 2 --dist worksteal -q -m 'not processes and not slow and not cuda'
 
 # The report's page is tested in a browser; where none can be installed, those tests say that they were skipped. The site
-# is built by a test, too. Half of the time tests wait for processes: four at a time, also on two cores.
+# is built by a test, too. Much of the time tests wait for processes: two at a time.
 test: lint browser $(VENV)/.docs
-	$(PY) -m pytest -n 4 --dist worksteal
+	$(PY) -m pytest -n 2 --dist loadfile
 
 # The fast tests with another torch, in an environment of its own: make test-torch VERSION=2.12.0. PyPI's wheel of torch
 # does not import without the CUDA packages that it depends on: about 3 GB are downloaded the first time.
