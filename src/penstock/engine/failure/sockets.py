@@ -232,7 +232,8 @@ def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
                 remote: Address | None = None
                 with contextlib.suppress(OSError):  # it is not connected
                     remote = sock.getpeername()[:2]
-                yield sock, sock.getsockname()[:2], remote
+                if remote or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # else not connected yet
+                    yield sock, sock.getsockname()[:2], remote
 
 
 def _store_port(store: Any) -> int | None:
