@@ -3,7 +3,7 @@
 A stage sleeps one chunk in F, one in I and one in W, so 8 ranks fit on 2 cores and everything beyond the simulated
 makespan (same costs, no communication) is overhead of the executor: posting, waiting, sending, autograd, Python. W is a
 separate node beside the path of the input gradient, so that torch's split backward finds it in the graph; it defers its
-sleep with ``ps.defer_weight_grad``, which takes effect in Penstock only and sleeps at once elsewhere.
+sleep with ``penstock.hooks.defer_weight_grad``, which takes effect in Penstock only and sleeps at once elsewhere.
 
 A step lasts from a common start on all ranks until the last one is done. The variants are interleaved in one set of
 processes, and only one exists at a time. Sleeps end with a short spin, and the kernel's timer slack is off; their
@@ -35,6 +35,7 @@ from torch.distributed.pipelining.schedules import (
 import penstock as ps
 from benchmarks.common import interleave_one_at_a_time, medians, spawn, time_on_all_ranks
 from benchmarks.report import check, table
+from penstock.hooks import defer_weight_grad
 from penstock.schedule import Costs, Schedule, build, from_csv, simulate
 
 __all__ = ["run", "show"]
@@ -95,7 +96,7 @@ class WeightPath(torch.autograd.Function):
             sleep_until(since, chunk)
             return grad
 
-        return ps.defer_weight_grad(weight, work), None
+        return defer_weight_grad(weight, work), None
 
 
 class TimedStage(nn.Module):
