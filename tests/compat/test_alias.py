@@ -92,6 +92,52 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+INSTALLED = {
+    "__init__.py": "raise AssertionError('the facade takes the place of this file')",
+    "optim/__init__.py": "from ..nn.wrap import wrap; from .oss import OSS",
+    "optim/oss.py": "class OSS: pass",
+    "nn/__init__.py": "raise AssertionError('the facade takes the place of this file')",
+    "nn/wrap.py": "from fairscale.nn import Pipe\ndef wrap(): return Pipe",
+    "nn/data_parallel/__init__.py": "class FullyShardedDataParallel: pass",
+    "nn/model_parallel/layers.py": "from .initialize import get_model_parallel_rank",
+    "nn/pipe/__init__.py": "raise AssertionError('the facade takes the place of this file')",
+    "nn/pipe/checkpoint.py": "def is_recomputing(): return False",
+}
+
+USES_INSTALLED = """
+import importlib
+import fairscale, fairscale.optim, fairscale.nn.model_parallel.layers
+from fairscale.nn.data_parallel import FullyShardedDataParallel
+from fairscale.nn.wrap import wrap
+assert wrap() is fairscale.nn.Pipe and fairscale.optim.wrap is wrap
+assert wrap().__module__ == "penstock.compat.fairscale.pipe"
+assert fairscale.optim.OSS.__module__ == "fairscale.optim.oss"
+try:
+    importlib.import_module("fairscale.nn.pipe.checkpoint")  # knows nothing of this pipeline
+except ModuleNotFoundError:
+    print("fine")
+"""
+
+
+def test_other_packages_of_an_installed_fairscale(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in INSTALLED.items():
+        file = here / "site" / "fairscale" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    (here / "program.py").write_text(USES_INSTALLED)
+    monkeypatch.syspath_prepend(str(here / "site"))
+    for name in ("fairscale", "fairscale.nn", "fairscale.nn.model_parallel"):  # of modules that other tests use as well
+        module = importlib.import_module(f"penstock.compat.{name}")
+        monkeypatch.setattr(module, "__path__", list(module.__path__))
+    compat.install("fairscale")
+    assert alias.main(["fairscale", "--", "program.py"]) == 0
+    assert capsys.readouterr().out == "fine\n"
+    with pytest.raises(AttributeError, match=r"no nn\.FullyShardedDataParallel\. If fairscale is installed"):
+        _ = importlib.import_module("fairscale.nn").FullyShardedDataParallel
+
+
 @pytest.mark.slow
 def test_aliases_in_a_program_and_its_subprocesses(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert alias.main(["torchgpipe", "fairscale", "--", "aliased_program.py", "child"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -82,7 +83,10 @@ def test_training_equals_the_plain_model(three: Ranks, checkpoint: str, lazy: bo
 
 
 def groups(rank: int) -> None:
-    model_parallel.initialize_model_parallel(1, 3)
+    with pytest.raises(ps.PlanError, match="context_parallel_size must be 1, got 2"):
+        model_parallel.initialize_model_parallel(1, 3, context_parallel_size=2)
+    assert not model_parallel.model_parallel_is_initialized()
+    model_parallel.initialize_model_parallel(1, 3, context_parallel_size=1, timeout=timedelta(minutes=2))
     assert model_parallel.model_parallel_is_initialized()
     assert model_parallel.get_pipeline_parallel_ranks() == [0, 1, 2]
     assert model_parallel.get_pipeline_parallel_group().rank() == rank

@@ -162,9 +162,39 @@ def test_begin_block_and_remove_blocks() -> None:
         poptorch.BeginBlock(3)  # type: ignore[type-var]
 
 
+class Started(nn.Module):
+    """Three blocks, each begun in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        poptorch.Block.start(ipu_id=0)
+        x = self.a(x)
+        poptorch.Block.start("B1", ipu_id=1)
+        x = self.b(x)
+        poptorch.Block("B2", 2).start()
+        return self.c(x)
+
+
+def test_started_blocks() -> None:
+    plan, ipus = blocks.plan_stages(Started(), poptorch.PipelinedExecution(), ((X,), {}))
+    assert (plan.groups, ipus) == ([("0",), ("B1",), ("B2",)], [0, 1, 2])
+
+
+def test_numbers_as_names_of_begun_blocks() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    poptorch.BeginBlock(model[0], user_id=1)
+    poptorch.BeginBlock(model[1], user_id=2)
+    plan, _ = blocks.plan_stages(model, poptorch.PipelinedExecution("1", "2"), ((X,), {}))
+    assert plan.groups == [("1",), ("2",)]
+
+
 def test_outside_a_model_blocks_do_nothing() -> None:
     with poptorch.Block("B1", ipu_id=3):
         poptorch.Block("B2").start()
+        poptorch.Block.start("B3")
     model = Net()
     assert model(X).shape == (4, 4)
     assert copy.deepcopy(begun(a=("B1", 0))).a._penstock_block.name == "B1"

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ def test_compile_builds_the_pipeline_without_running_it() -> None:
         assert not training.isAttachedToDevice()
         with pytest.raises(poptorch.Error, match="not attached"):
             training.detachFromDevice()
-        training.attachToDevice()
+        training.copyNamedBuffersToDevice()
+        assert training.isAttachedToDevice()
         with pytest.raises(poptorch.Error, match="needs a previous call"):
             training.getLatency()
         training(*data(14))
@@ -257,9 +259,9 @@ def test_a_trace_of_the_first_call(tmp_path: Path) -> None:
     with poptorch.trainingModel(made(Net), opts.enableProfiling(str(tmp_path / "profile"))) as model:
         model(*data(6))
     events = json.loads((tmp_path / "profile" / "training.json").read_text())["traceEvents"]
-    linear = [event for event in events if event.get("name") == "aten::linear"]
-    assert len(linear) == 4 * 3
-    assert len({event["tid"] for event in linear}) == 2  # each stage has a thread
+    linear = Counter(event["tid"] for event in events if event.get("name") == "aten::linear")
+    # Each stage has a thread; before, this one compares the stages with the whole model.
+    assert sorted(linear.values()) == [2 * 3, 2 * 3, 2 * 4]
 
 
 def test_hardware() -> None:

@@ -157,6 +157,16 @@ def test_rebatched_streams_lose_no_samples_to_several_workers() -> None:
     loader.terminate()
 
 
+@pytest.mark.parametrize("mode", [poptorch.DataLoaderMode.Sync, poptorch.DataLoaderMode.Async])
+def test_datasets_of_whole_batches(mode: Any) -> None:
+    batches = [torch.full((6, 2), float(i)) for i in range(3)]
+    loader = poptorch.DataLoader(poptorch.Options().deviceIterations(3), batches, batch_size=None, mode=mode)
+    assert loader.combinedBatchSize is None
+    assert len(loader) == 3
+    torch.testing.assert_close(list(loader), batches)
+    loader.terminate()
+
+
 def test_batches_of_a_batch_sampler() -> None:
     sampler = BatchSampler(SequentialSampler(range(50)), 24, drop_last=True)
     loader = poptorch.DataLoader(options(), dataset(), batch_sampler=sampler, mode=Mode.Async)

@@ -88,6 +88,54 @@ def test_lamb_by_its_formula(how: dict[str, Any]) -> None:
     torch.testing.assert_close(weight.detach(), formula(start, grads, **how))
 
 
+class Uncorrected(poptorch.optim.AdamW):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr, betas=(0.8, 0.9), weight_decay=0.1, eps=1e-6, bias_correction=False)
+
+
+@pytest.mark.parametrize("copied", ["no", "deepcopy", "pickle", "state_dict"])
+def test_adamw_without_bias_correction(copied: str) -> None:
+    weight = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64))
+    expected, mean, square = weight.detach().clone(), torch.zeros(3).double(), torch.zeros(3).double()
+    optimizer = Uncorrected([weight], 0.05)
+    for step in range(STEPS):
+        if copied == "state_dict":  # also before the first step
+            optimizer.load_state_dict(optimizer.state_dict())
+        elif copied != "no":
+            optimizer = copy.deepcopy(optimizer) if copied == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+            weight = optimizer.param_groups[0]["params"][0]
+        weight.grad = torch.tensor([1.0, step, -0.5], dtype=torch.float64)
+        optimizer.step()
+        mean, square = 0.8 * mean + 0.2 * weight.grad, 0.9 * square + 0.1 * weight.grad**2
+        expected = expected * (1 - 0.05 * 0.1) - 0.05 * mean / (square.sqrt() + 1e-6)
+        torch.testing.assert_close(weight.detach(), expected)
+
+
+def test_adamw_without_bias_correction_in_a_model() -> None:
+    results = []
+    for off_chip in (False, True):
+        ours = model()
+        options = poptorch.Options()
+        options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useOnChipStorage(not off_chip))
+        training = poptorch.trainingModel(WithLoss(ours), options, Uncorrected(ours.parameters(), 0.05))
+        for step in range(STEPS):
+            if step == 2:
+                training.setOptimizer(Uncorrected(ours.parameters(), 0.02))
+            training(torch.ones(4, 3, dtype=torch.float64))
+        training.copyWeightsToHost()
+        results.append(ours.state_dict())
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x).square().mean()
+
+
 def test_lamb_with_a_parameter_of_zeros() -> None:
     weight = nn.Parameter(torch.zeros(3))
     optimizer = poptorch.optim.LAMB([weight], lr=0.1)
@@ -116,7 +164,7 @@ def test_settings_are_copied(name: str) -> None:
         (lambda p: poptorch.optim.Adam(p, max_grad_norm=-1.0), "max_grad_norm must be above 0"),
         (lambda p: poptorch.optim.Adam(p, accum_type=torch.int8), "accum_type must be torch.float32 or torch.float16"),
         (lambda p: poptorch.optim.RMSprop(p, 0.1, use_tf_variant=True), "use_tf_variant"),
-        (lambda p: poptorch.optim.AdamW(p, bias_correction=False), "bias_correction=False. is not supported"),
+        (lambda p: poptorch.optim.AdamW(p, amsgrad=True, bias_correction=False), "bias_correction=False. is not"),
         (lambda p: poptorch.optim.LAMB(p, 0.1, (0.9, 0.999), 1e-8, 0.0, False), "other settings by name only"),
         (lambda p: poptorch.optim.LAMB(p, maximize=True), "LAMB takes lr, betas, eps and weight_decay"),
         (

@@ -36,7 +36,7 @@ from tests.support.ranks import free_port
 
 
 @contextmanager
-def as_rank(rank: int, world: int, config: list[tuple[str, int]]) -> Iterator[Any]:
+def as_rank(rank: int, world: int, config: list[tuple[str, float]]) -> Iterator[Any]:
     """A process that believes to be one of many, with its topology."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
@@ -118,6 +118,13 @@ def test_groups_of_experts_divide_the_data_groups(sizes: dict[str, int]) -> None
             topology.build_moe_groups(3, 4)
 
 
+def test_quotients_as_sizes() -> None:
+    with as_rank(2, 4, [("pipe", 2), ("data", 4 / 2)]) as topology:
+        assert topology.get_ranks_in_group("pipe") == [0, 2]
+        assert topology.get_ranks_in_group("model") == [0, 2]
+        assert topology.get_dp_size() == 2
+
+
 def test_invalid_grids() -> None:
     with as_rank(0, 4, [("pipe", 4)]) as topology:
         with pytest.raises(
@@ -126,6 +133,8 @@ def test_invalid_grids() -> None:
             topology.setup_process_groups([("pipe", 2), ("tensor", 3)])
         with pytest.raises(ps.PlanError, match="every dimension once"):
             topology.setup_process_groups([("pipe", 2), ("pipe", 2)])
+        with pytest.raises(ps.PlanError, match="with a whole number"):
+            topology.setup_process_groups([("pipe", 1.6), ("data", 2.5)])
         assert topology.get_pp_size() == 4
 
 

@@ -15,12 +15,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 import penstock as ps
+from penstock.compat import torchdistpackage
 from penstock.compat.torchdistpackage import (
     NaiveDDP,
     NativeScalerPP,
     forward_backward,
     partition_uniform,
-    test_comm,
     tpc,
 )
 from tests.compat.torchdistpackage_support import own_inputs, summed
@@ -32,7 +32,7 @@ from tests.support.ranks import Ranks
 
 def replicas(rank: int, kind: str) -> None:
     tpc.setup_process_groups([("data", 2), ("pipe", 2)])
-    test_comm()
+    torchdistpackage.test_comm()
     torch.manual_seed(rank)
     model = mlp(5)
     plain = copy.deepcopy(model)

@@ -37,6 +37,22 @@ def pops(*names: str) -> Any:
     return Pop()
 
 
+def test_dispatch_calls_the_given_functions() -> None:
+    x, kept = torch.ones(2), {}
+    assert torch.equal(stashes("a", "b").dispatch(x, kept.__setitem__, kept.pop), x * 2)
+    assert list(kept) == ["a", "b"]
+    assert torch.equal(pops("b", "a").dispatch(x * 5, kept.__setitem__, kept.pop), x * 2)
+    assert not kept
+
+    @skippable()
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 3
+
+    layer: Any = Plain()
+    assert torch.equal(layer.dispatch(x, kept.__setitem__, kept.pop), x * 3)
+
+
 @skippable(stash=["hello"])
 class Hello(nn.Module):
     """A layer."""

@@ -83,7 +83,7 @@ def goes_on(rank: int, store: str, kind: str, depth: int, how: dict[str, Any]) -
     ("kind", "way"),
     [
         ("tower", "tempdir"),
-        ("tower", "fp16"),
+        ("tower", "fp16"),  # like the two below, at two depths only
         ("tower", "shard"),
         ("words", "whole"),
         ("one parameter", "whole"),
@@ -94,13 +94,14 @@ def test_training_resumes_at_another_depth(four: Ranks, tmp_path: Path, kind: st
     how: dict[str, Any] = {} if way == "whole" else {way: tmp_path / "local" if way == "tempdir" else True}
     plain = plain_of(kind)
     optimizer, expected = groups(plain), []
-    for batch in (batch for depth in range(len(DEPTHS)) for batch in batches(kind, depth)):
+    depths = DEPTHS if way in ("tempdir", "shard") else DEPTHS[:2]
+    for batch in (batch for depth in range(len(depths)) for batch in batches(kind, depth)):
         loss = plain(**batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         expected.append(loss.item())
-    for depth, stages in enumerate(DEPTHS):
+    for depth, stages in enumerate(depths):
         rows = [row for row in four.check(goes_on, str(store), kind, depth, how) if row is not None]
         assert len(rows) == len(stages.replace(",", "").replace(";", ""))
         wanted = expected[depth * STEPS : (depth + 1) * STEPS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,9 +83,33 @@ def test_how_ranks_and_samples_are_divided(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(run_varuna.cli, "main", lambda arguments: seen.append(arguments) or 3)
     line = "--gpus_per_node 6 --nstages 2 --batch_size 24 --chunk_size 4 --no_morphing train.py --lr 0.1"
     assert run_varuna.main(line.split()) == 3
+    assert run_varuna.main(line.replace("batch_size", "batch-size").split()) == 3
     rank = "-m penstock.compat.varuna.run_varuna --this-is-a-rank"
     words = f"run --stages 2 --data 3 {rank} 0,2,4;1,3,5; 8 4 train.py --lr 0.1"
-    assert [" ".join(arguments) for arguments in seen] == [words]
+    assert [" ".join(arguments) for arguments in seen] == [words] * 2
+
+
+@pytest.mark.parametrize(
+    ("script", "spelling"),
+    [
+        ("add_argument('-b', '--batch-size', type=int)", "batch-size"),
+        ("add_argument('--batch_size', type=int)", "batch_size"),
+        ("for name in ('rank', 'batch_size'): add_argument('--' + name)", "batch_size"),
+        ("from arguments import parse\nargs = parse()\nprint(args.batch_size)", "batch-size"),
+    ],
+)
+def test_the_batch_size_is_passed_as_the_script_spells_it(
+    script: str, spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(script)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr("sys.argv", [])
+    monkeypatch.setattr("sys.path", [""])
+    monkeypatch.setattr("runpy.run_path", lambda path, run_name: None)
+    run_varuna.main(["--this-is-a-rank", "0;1;", "32", "4", str(tmp_path / "train.py"), "--epochs", "3"])
+    expected = f"--rank=1 --local_rank=0 --stage_to_rank_map=0;1; --{spelling}=32 --chunk_size=4 --epochs 3"
+    assert " ".join(sys.argv[1:]) == expected
 
 
 WELL = {"gpus_per_node": "4", "nstages": "2", "batch_size": "8", "chunk_size": "2", "no_morphing": ""}

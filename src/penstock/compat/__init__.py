@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -52,11 +53,14 @@ def install(*systems: str) -> None:
             raise PlanError(f"{name} is imported already ({where}): call install({name!r}) before anything imports it")
     for name in names:
         facade = importlib.import_module(f"{__name__}.{name}")
-        for info in pkgutil.walk_packages(getattr(facade, "__path__", ()), f"{facade.__name__}."):
+        for info in pkgutil.walk_packages(getattr(facade, "__path__", ())[:1], f"{facade.__name__}."):
             importlib.import_module(info.name)
         for path, module in list(sys.modules.items()):
             if path == facade.__name__ or path.startswith(f"{facade.__name__}."):
                 sys.modules[path.removeprefix(f"{__name__}.")] = module
+    if "fairscale" in names:  # other submodules, such as fairscale.optim, are those of the installed library
+        for package in ("fairscale", "fairscale.nn", "fairscale.nn.model_parallel"):
+            sys.modules[package].__path__ += [os.path.join(entry, *package.split(".")) for entry in sys.path]
 
 
 def publish(package: str, names: Mapping[str, Any], modules: Mapping[str, str]) -> None:

@@ -11,7 +11,8 @@ __version__ = "0.4.13"
 
 
 def _no_attribute(name: str) -> NoReturn:
-    raise AttributeError(f"the facade has fairscale's Pipe and AsyncPipe, and nothing else of it: no nn.{name}")
+    remedy = f"no nn.{name}. If fairscale is installed, import it from its subpackage, such as nn.data_parallel"
+    raise AttributeError(f"the facade has fairscale's Pipe and AsyncPipe, and nothing else of it: {remedy}")
 
 
 _modules = (torchgpipe, balance, gpipe, pipe)

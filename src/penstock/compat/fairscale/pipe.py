@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
 from functools import partial
 from itertools import chain, islice
 from types import SimpleNamespace
@@ -119,6 +120,7 @@ class AsyncPipe(nn.Module):
                 self.pipeline = ps.Pipeline(
                     ps.split(whole, balance=[1] * len(whole)),
                     microbatches=self.chunks,
+                    reduction="mean",  # the loss is the caller's
                     mesh=ps.Mesh(data=1, pipe=len(ranks), tensor=1, group=ranks, device=device),
                     recompute=self.checkpoint,
                     batchnorm="deferred" if self._deferred else "microbatch",
@@ -164,12 +166,16 @@ _groups: dict[str, dist.ProcessGroup] = {}  # this process's group of each kind
 def initialize_model_parallel(
     model_parallel_size_: int,
     pipeline_length: int = 1,
+    context_parallel_size: int = 1,
     *,
     model_parallel_backend: str | None = None,
     pipeline_backend: str | None = None,
     ddp_backend: str | None = None,
+    timeout: timedelta | None = None,
 ) -> None:
-    """Create the model, pipeline and data groups. Every process calls it."""
+    """Create the model, pipeline and data groups, whose operations have a ``timeout``. Every process calls it."""
+    if context_parallel_size != 1:
+        raise ps.PlanError(f"context_parallel_size must be 1, got {context_parallel_size}: there are no such groups")
     assert dist.is_initialized(), "torch.distributed is not initialized"
     assert not _groups, "model parallel groups are already initialized"
     world = dist.get_world_size()
@@ -179,7 +185,7 @@ def initialize_model_parallel(
     kinds = [("data", ddp_backend), ("pipeline", pipeline_backend), ("model", model_parallel_backend)]
     for axis, (kind, backend) in enumerate(kinds):
         ranks = grid.movedim(axis, -1).flatten(0, 1).tolist()
-        _groups[kind], _ = dist.new_subgroups_by_enumeration(ranks, backend=backend)  # type: ignore[no-untyped-call]
+        _groups[kind], _ = dist.new_subgroups_by_enumeration(ranks, timeout, backend)  # type: ignore[no-untyped-call]
 
 
 def parallel_group(kind: str) -> dist.ProcessGroup:

@@ -6,6 +6,11 @@ says, on the host. docs/migrating.md lists the differences.
 """
 
 import logging
+from contextlib import nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
 
 from penstock.compat.poptorch import enums as enums
 from penstock.compat.poptorch import optim as optim
@@ -15,6 +20,25 @@ from penstock.compat.poptorch.enums import *  # noqa: F403
 from penstock.compat.poptorch.executor import *  # noqa: F403
 from penstock.compat.poptorch.loader import *  # noqa: F403
 from penstock.compat.poptorch.options import *  # noqa: F403
+
+
+def __getattr__(name: str) -> NoReturn:
+    reason = "phased execution is not supported" if "Phase" in name else "it directs an IPU or its compiler"
+    raise enums.UnavailableAttribute(f"poptorch.{name}: {reason}, see the table in docs/migrating.md")
+
+
+def nop(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the first argument: there is no IPU to print, time or reserve memory on."""
+    return tensor
+
+
+ipu_print_tensor = set_available_memory = nop
+NameScope = nullcontext
+
+
+def serializedMatMul(lhs: Tensor, rhs: Tensor, mode: Any, factor: int = 0, keep_precision: bool = False) -> Tensor:
+    """The product of two matrices, in one piece."""
+    return torch.matmul(lhs, rhs)
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:

@@ -16,10 +16,7 @@ import penstock as ps
 from penstock import hooks
 from penstock.compat.poptorch.enums import AutoStage, Error, require
 
-__all__ = [
-    *("BeginBlock", "Block", "BlockFunction", "ParallelPhasedExecution", "Phase", "PhasedExecution"),
-    *("PipelinedExecution", "SerialPhasedExecution", "ShardedExecution", "Stage", "Strategy", "removeBlocks"),
-]
+__all__ = ["BeginBlock", "Block", "BlockFunction", "PipelinedExecution", "ShardedExecution", "Stage", "removeBlocks"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,11 +42,12 @@ class Block(ps.Block):
     def __init__(self, user_id: str | None = None, ipu_id: int | None = None) -> None:
         super().__init__(*_block(user_id, ipu_id))
 
-    def start(self) -> None:
-        """Begin the block here; it lasts until another one is entered."""
+    def start(user_id: Any = None, ipu_id: int | None = None) -> None:
+        """``Block.start("B1", ipu_id=0)``, or ``Block("B1", 0).start()``: it lasts until another block is entered."""
+        block = user_id if isinstance(user_id, Block) else Block(user_id, ipu_id)
         trace = hooks.recorder()
         if trace is not None:
-            trace.begin(self)
+            trace.begin(block)
 
     @staticmethod
     def useAutoId() -> None:
@@ -63,13 +61,14 @@ class BlockFunction(ps.BlockFunction):
         super().__init__(*_block(user_id, ipu_id))
 
 
-def BeginBlock(layer_to_call: F, user_id: str | None = None, ipu_id: int | None = None) -> F:
-    """Begin the block ``user_id`` at each call of a module or function. A module is returned as it is."""
+def BeginBlock(layer_to_call: F, user_id: str | int | None = None, ipu_id: int | None = None) -> F:
+    """Begin the block ``user_id`` (1 is "1") at each call of a module or function. A module is returned as it is."""
     if isinstance(layer_to_call, nn.Module) and hooks.begin_block_of(layer_to_call) is not None:
         raise Error("module has already been assigned to a block.")
     if not callable(layer_to_call):
         raise Error("module is not an instance of torch.nn.Module or function.")
-    return ps.BeginBlock(layer_to_call, *_block(user_id, ipu_id))
+    name = str(user_id) if isinstance(user_id, int) else user_id
+    return ps.BeginBlock(layer_to_call, *_block(name, ipu_id))
 
 
 def removeBlocks(module: nn.Module) -> None:
@@ -140,17 +139,6 @@ class ShardedExecution(Strategy):
     """One micro-batch at a time runs through all stages."""
 
     schedule = "sharded"
-
-
-class PhasedExecution:
-    """Not supported."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        remedy = "PipelinedExecution and ShardedExecution run the same stages to the same result"
-        raise Error(f"poptorch.PhasedExecution: phased execution is not supported. {remedy}")
-
-
-SerialPhasedExecution = ParallelPhasedExecution = Phase = PhasedExecution
 
 
 # ── from blocks to a plan ────────────────────────────────────────────────────────────────────────────────────────

@@ -7,8 +7,8 @@ from enum import Enum, IntEnum
 import penstock as ps
 
 __all__ = [
-    *("AutoStage", "ConnectionType", "DataLoaderMode", "Error", "HalfFloatCastingBehavior", "Liveness"),
-    *("MeanReductionStrategy", "OutputMode", "ReductionType", "SharingStrategy", "SyncPattern"),
+    *("AutoStage", "ConnectionType", "DataLoaderMode", "Error", "HalfFloatCastingBehavior", "Liveness", "OutputMode"),
+    *("MatMulSerializationMode", "MeanReductionStrategy", "ReductionType", "SharingStrategy", "SyncPattern"),
 ]
 
 
@@ -20,8 +20,8 @@ class UnmetRequirement(ps.PlanError, AssertionError):
     """An assertion of PopTorch about its arguments that does not hold."""
 
 
-class FrozenOptions(ps.PlanError, AttributeError):
-    """Options that a model or a loader uses already were to be changed."""
+class UnavailableAttribute(Error, AttributeError):
+    """A name that the facade does not have, or an option that cannot be changed any more."""
 
 
 def require(condition: object, message: str) -> None:
@@ -46,6 +46,7 @@ DataLoaderMode = IntEnum("DataLoaderMode", "Sync Async AsyncRebatched", start=0)
 ReductionType = IntEnum("ReductionType", "Sum Mean NoReduction", start=0)
 
 # The following have no effect here.
+MatMulSerializationMode = Enum("MatMulSerializationMode", "InputChannels ReducingDim OutputChannels Disabled")
 MeanReductionStrategy = IntEnum("MeanReductionStrategy", "Running Post", start=0)
 Liveness = IntEnum("Liveness", "AlwaysLive OffChipAfterFwd OffChipAfterFwdNoOverlap OffChipAfterEachPhase", start=0)
 ConnectionType = IntEnum("ConnectionType", "Always OnDemand Never", start=0)

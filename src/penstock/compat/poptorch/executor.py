@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -106,17 +107,14 @@ class PoplarExecutor:
         self.compile(*args, **kwargs)
         assert self._pipe is not None
         self._outputs.clear()
-        inputs = args if not kwargs else kwargs if not args else hooks.bind_arguments(self.model, args, kwargs)
-        directory = self.options.profile_dir
-        with self._module_modes():
-            if directory is None or not first:
-                self._run(self._pipe, inputs)
-            else:
-                with torch.profiler.profile(experimental_config=profile_all_threads()) as profile:
-                    self._run(self._pipe, inputs)
-                Path(directory).mkdir(parents=True, exist_ok=True)
-                name = "training" if self._training else "inference"
-                profile.export_chrome_trace(str(Path(directory) / f"{name}.json"))
+        profile: Any = nullcontext()
+        if first and self.options.profile_dir is not None:
+            path = Path(self.options.profile_dir) / ("training.json" if self._training else "inference.json")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write = partial(torch.profiler.profile.export_chrome_trace, path=str(path))
+            profile = torch.profiler.profile(experimental_config=profile_all_threads(), on_trace_ready=write)
+        with self._module_modes(), profile:
+            self._run(self._pipe, hooks.Arguments(args, kwargs))
         kept = [output for output in self._outputs if output is not None]
         self._outputs.clear()
         (rows, specs), replicas = zip(*kept, strict=True), self.options.replication_factor
@@ -176,13 +174,14 @@ class PoplarExecutor:
         options = self.options
         counts = options.device_iterations, options.replication_factor, options.Training.gradient_accumulation
         parts = counts[0] * counts[1] * counts[2]
-        leaves = [leaf for leaf in hooks.tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.dim()]
+        leaves = [leaf for leaf in hooks.tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if not leaves:
             raise Error("a call takes tensors with samples along their first dimension: there are none")
-        for leaf in leaves:
+        for leaf in [leaf for leaf in leaves if leaf.dim()] or leaves:  # 0-dim tensors go to every micro-batch
+            samples = len(leaf) if leaf.dim() else 1
             require(
-                len(leaf) % parts == 0 and len(leaf),
-                f"Invalid batch dimension: In the input {leaf.shape}, the batch dimension ({len(leaf)}) must be a "
+                samples % parts == 0 and samples,
+                f"Invalid batch dimension: In the input {leaf.shape}, the batch dimension ({samples}) must be a "
                 f"multiple of Options.deviceIterations({counts[0]}) * Options.replicationFactor({counts[1]}) * "
                 f"Options.Training.gradientAccumulation({counts[2]}) = {parts} because it is used to calculate the "
                 "batch size which will be executed on the device in any given iteration.",
@@ -298,6 +297,8 @@ class PoplarExecutor:
         """Move parameters and buffers to the devices. Calls do it where needed."""
         self._move(None)
 
+    copyNamedBuffersToDevice = copyWeightsToDevice
+
     def _move(self, device: str | None) -> None:
         if self._pipe is not None and not self._destroyed:
             self._pipe.move(device)
@@ -382,6 +383,7 @@ def find_loss(output: Any) -> Tensor:
     """The loss in a model's output: the tensor that ``identity_loss`` marked, or the only scalar with a gradient."""
     tensors = [leaf for leaf in hooks.tree_flatten(output)[0] if isinstance(leaf, Tensor)]
     marked = [leaf for leaf in tensors if hasattr(leaf, _MARK)]
+    marked = [leaf for leaf in marked if not any(_depends(other, leaf) for other in marked)]
     found = marked or [leaf for leaf in tensors if leaf.requires_grad and leaf.dim() == 0]
     if not found:
         raise Error(
@@ -392,6 +394,12 @@ def find_loss(output: Any) -> Tensor:
         mark = "mark the one to train by with poptorch.identity_loss(loss, reduction='none')"
         raise Error(f"Multiple independent losses found in graph: {len(found)} outputs could be the loss, {mark}")
     return found[0] if found[0].numel() == 1 else found[0].sum()
+
+
+def _depends(loss: Tensor, other: Tensor) -> bool:
+    """Whether a loss was computed from another one, as where ``identity_loss`` is nested."""
+    graph = loss is not other and loss.requires_grad and other.requires_grad
+    return graph and torch.autograd.grad(loss.sum(), other, retain_graph=True, allow_unused=True)[0] is not None
 
 
 def recomputationCheckpoint(*tensors: Tensor) -> Any:

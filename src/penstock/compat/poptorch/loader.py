@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,15 +21,16 @@ class DataLoader(data.DataLoader[Any]):
 
     ``mode``: load when asked (``Sync``), or ahead in a thread. At most one worker per CPU is used; with
     ``AsyncRebatched`` an ``IterableDataset`` has one, so that no other worker drops samples at its end.
-    ``async_options`` are those of ``AsynchronousDataAccessor``; ``rebatched_worker_size`` and
-    ``auto_distributed_partitioning`` have no effect; other arguments are torch's. The options are frozen.
+    With ``batch_size=None`` the dataset has whole batches of that size. ``async_options`` are those of
+    ``AsynchronousDataAccessor``; ``rebatched_worker_size`` and ``auto_distributed_partitioning`` have no effect; other
+    arguments are torch's. The options are frozen.
     """
 
     def __init__(
         self,
         options: Options,
         dataset: data.Dataset[Any],
-        batch_size: int = 1,
+        batch_size: int | None = 1,
         shuffle: bool | None = None,
         num_workers: int = 0,
         drop_last: bool = True,
@@ -60,7 +60,8 @@ class DataLoader(data.DataLoader[Any]):
             settings["batch_sampler"] = batch_sampler
         else:
             parts = options.device_iterations * options.replication_factor * options.Training.gradient_accumulation
-            self.combinedBatchSize = positive("batch_size", batch_size) * parts
+            self.combinedBatchSize = None if batch_size is None else positive("batch_size", batch_size) * parts
+            drop_last = drop_last and batch_size is not None
             settings |= {"batch_size": self.combinedBatchSize, "shuffle": shuffle, "drop_last": drop_last}
         super().__init__(dataset, **settings)
         self._accessor = AsynchronousDataAccessor(self, **(async_options or {})) if ahead else None
@@ -94,7 +95,7 @@ class AsynchronousDataAccessor:
         self._dataset = dataset
         self._depth = positive("buffer_size", buffer_size)
         self._lock = threading.Lock()
-        self._last: weakref.ref[hooks.Prefetcher[Any]] | None = None
+        self._last: hooks.Prefetcher[Any] | None = None
         self._preloaded = self._start() if early_preload else None
 
     def __len__(self) -> int:
@@ -107,9 +108,8 @@ class AsynchronousDataAccessor:
     def terminate(self) -> None:
         """End the thread. An unfinished iterator yields the batches that were loaded, and ends."""
         self._preloaded = None
-        last = None if self._last is None else self._last()
-        if last is not None:
-            last.stop()
+        if self._last is not None:
+            self._last.stop()
         with self._lock:  # until the thread has loaded its batch
             pass
 
@@ -117,6 +117,5 @@ class AsynchronousDataAccessor:
         self.terminate()  # torch's workers serve one iteration at a time
         source = self._dataset
         batches = data.DataLoader.__iter__(source) if isinstance(source, DataLoader) else iter(source)
-        iterator = hooks.Prefetcher(batches, self._depth, self._lock, None)
-        self._last = weakref.ref(iterator)
-        return iterator
+        self._last = hooks.Prefetcher(batches, self._depth, self._lock, None)
+        return self._last

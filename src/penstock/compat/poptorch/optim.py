@@ -7,6 +7,8 @@ gradients of the whole model. ``accum_type=torch.float32`` accumulates half-prec
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ class Optimizer:
 
     _added = ""
     _extras: list[str]
+    bias_correction: bool | None
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         names = ["loss_scaling", "accum_type", "max_grad_norm", *self._added.split()]
@@ -43,10 +46,10 @@ class Optimizer:
             raise Error("LAMB takes lr, betas, eps and weight_decay by position or name, other settings by name only")
         if extras.get("use_tf_variant"):
             raise Error("RMSprop(use_tf_variant=True) is not supported: torch adds eps outside the square root")
-        if extras.get("bias_correction") is False and not isinstance(self, LAMB):
-            raise Error(f"{type(self).__name__}(bias_correction=False) is not supported: torch corrects the moments")
         extras["loss_scaling"] = extras["loss_scaling"] or 1.0
-        self.__dict__.update(extras, _extras=names, variable_attrs=VariableAttributes())
+        if extras.get("bias_correction") is False and own.get("amsgrad"):
+            raise Error("AdamW(amsgrad=True, bias_correction=False) is not supported: leave out one of them")
+        self.__setstate__({**extras, "_extras": names, "variable_attrs": VariableAttributes()})  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
@@ -72,9 +75,22 @@ class Adam(Optimizer, torch.optim.Adam):
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
-    """``torch.optim.AdamW`` with PopTorch's settings."""
+    """``torch.optim.AdamW`` with PopTorch's settings. With ``bias_correction=False`` the moments are not corrected."""
 
     _added = "bias_correction" + _MOMENT_TYPES
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.bias_correction is False:
+            self.state = _UncorrectedState(None, self.state)
+
+
+class _UncorrectedState(defaultdict[Any, Any]):
+    """Adam's state without bias correction: the correction ``1 - beta ** step`` is 1 after infinitely many steps."""
+
+    def __missing__(self, parameter: Any) -> dict[str, Any]:
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        return self.setdefault(parameter, {"step": torch.tensor(math.inf), **moments})  # type: ignore[no-any-return]
 
 
 class RMSprop(Optimizer, torch.optim.RMSprop):
@@ -90,7 +106,6 @@ class LAMB(Optimizer, torch.optim.Adam):
     """
 
     _added = "bias_correction max_weight_norm" + _MOMENT_TYPES
-    bias_correction: bool | None
     max_weight_norm: float | None
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from penstock.compat.poptorch.blocks import PipelinedExecution, Strategy
-from penstock.compat.poptorch.enums import Error, FrozenOptions, OutputMode, ReductionType, positive, require
+from penstock.compat.poptorch.enums import Error, OutputMode, ReductionType, UnavailableAttribute, positive, require
 
 __all__ = ["Options", "TensorLocationSettings"]
 
@@ -111,7 +111,7 @@ class Group:
 
     def _set(self, **values: Any) -> Self:
         if self._is_frozen:
-            raise FrozenOptions("Can't modify frozen Options: change a copy of them, options.clone()")
+            raise UnavailableAttribute("Can't modify frozen Options: change a copy of them, options.clone()")
         self._values.update(values)
         return self
 
@@ -208,7 +208,6 @@ class Options(Group):
         return self._set(output_mode=OutputMode(output_mode), output_return_period=period)
 
     def clone(self) -> Self:
-        """A copy that can be changed."""
         return copy.deepcopy(self)
 
     def loadFromFile(self, filepath: str) -> Self:

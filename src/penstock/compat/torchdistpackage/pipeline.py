@@ -194,8 +194,6 @@ def _part(count: int, index: int, leaf: Tensor) -> Tensor:
 
 
 class CallableModule(nn.Module):
-    """A function as a layer."""
-
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
         self.fn = fn

@@ -37,17 +37,18 @@ class ProcessTopology:
         self.pipeline: Any = None  # of this process's pipe group, created by forward_backward
         self.stage: Any = None  # of this process
 
-    def setup_process_groups(self, config: Sequence[tuple[str, int]]) -> None:
+    def setup_process_groups(self, config: Sequence[tuple[str, float]]) -> None:
         """Create the groups of ``[("data", 4), ("pipe", 2), ("tensor", 2)]``, with any dimensions in any order.
 
         Every process of the world calls it. A second call replaces the groups of the first.
         """
-        sizes = dict(config)
-        world, product = dist.get_world_size(), math.prod(sizes.values())
-        if product != world or len(sizes) < len(config) or {"model", "global"} & set(sizes):
+        sizes = {name: int(size) for name, size in config}  # a quotient such as world / 2 is a float
+        world, product = dist.get_world_size(), math.prod(size for _, size in config)
+        fits = product == world == math.prod(sizes.values())
+        if not fits or len(sizes) < len(config) or {"model", "global"} & set(sizes):
             raise ps.PlanError(
-                f"{config} needs {product} processes, but the world has {world}; name every dimension once, and none "
-                "'model' or 'global', which are created automatically"
+                f"{config} needs {product} processes, but the world has {world}; name every dimension once, with a "
+                "whole number, and none 'model' or 'global', which are created automatically"
             )
         self.close_pipeline()
         self._ranks, self._groups = {}, {}

@@ -6,7 +6,7 @@ import dis
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import combinations, islice
 from typing import Any, ClassVar, Self, TypeAlias
 from weakref import WeakKeyDictionary
@@ -111,6 +111,7 @@ class GPipe(nn.Module):
                 ps.split(whole, balance=[1] * len(self.partitions)),
                 microbatches=self.chunks,
                 devices=self.devices,
+                reduction="mean",  # the loss is the caller's
                 recompute=recompute,
                 batchnorm="deferred" if deferred else "microbatch",
             )
@@ -277,6 +278,17 @@ class Skippable(nn.Module):
 
     def forward(self, input: Any) -> Any:
         return self.module(input)
+
+    def dispatch(self, input: Any, handle_stash: Callable[[str, Any], Any], handle_pop: Callable[[str], Any]) -> Any:
+        """Run the layer with functions that store and retrieve tensors by name in place of the pipeline's."""
+        output, reply = self.module(input), None
+        try:
+            while isinstance(output, Generator):
+                request = output.send(reply)
+                reply = handle_pop(request.name) if request.verb == "pop" else handle_stash(request.name, request.value)
+        except StopIteration as end:
+            return end.value
+        return output
 
     def __repr__(self) -> str:
         return f"@skippable({self.module})"

@@ -3,14 +3,15 @@
     python -m penstock.compat.varuna.run_varuna --gpus_per_node 4 --nstages 2 --batch_size 64 --chunk_size 4 \\
         --no_morphing train.py --epochs 3
 
-Every process runs ``train.py --rank=… --local_rank=… --stage_to_rank_map="0,2;1,3;" --batch_size=32 --chunk_size=4
---epochs 3``, where the batch size is that of a replica.
+Every process runs ``train.py --rank=… --local_rank=… --stage_to_rank_map="0,2;1,3;" --batch-size=32 --chunk_size=4
+--epochs 3``, where the batch size is that of a replica. A script that takes ``--batch_size`` gets that.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import runpy
 import socket
 import sys
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--manager_ip", help="for morphing")
     add("--gpus_per_node", type=int, default=4, help="processes on this machine (default 4)")
     add("--nstages", type=int, required=True, help="stages of the pipeline")
-    add("--batch_size", type=int, required=True, help="samples in a mini-batch, over all replicas")
+    add("--batch_size", "--batch-size", type=int, required=True, help="samples in a mini-batch, over all replicas")
     add("--chunk_size", type=int, required=True, help="samples in a micro-batch")
     add("--code_dir", default=".", help="the folder in which the script runs")
     add("--no_morphing", action="store_true", help="keep the number of stages")
@@ -75,7 +76,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run_script(stage_to_rank_map: str, batch_size: str, chunk_size: str, script: str, *others: str) -> None:
     """Run the script in this process, with the arguments that Varuna's scripts take."""
-    names = ("rank", "local_rank", "stage_to_rank_map", "batch_size", "chunk_size")
+    text = Path(script).read_text(encoding="utf-8")
+    size = "batch_size" if "--batch-size" not in text and re.search("""["'-]batch_size""", text) else "batch-size"
+    names = ("rank", "local_rank", "stage_to_rank_map", size, "chunk_size")
     values = (os.environ["RANK"], os.environ["LOCAL_RANK"], stage_to_rank_map, batch_size, chunk_size)
     sys.argv = [script, *(f"--{name}={value}" for name, value in zip(names, values, strict=True)), *others]
     sys.path[0] = str(Path(script).resolve().parent)
