@@ -167,7 +167,7 @@ def test_two_hundred_layers_in_sixty_four_stages(shape: str, p: int, v: int) -> 
     if v == 1:
         assert ranks_below(works, value * (1 - 1e-9)) > p
     else:
-        assert 1 <= value / (sum(works) / p) < (1.04 if v > 2 else 1.12)
+        assert 1 <= value / (sum(works) / p) < (1.03 if v > 2 else 1.10)
 
 
 def ranks_below(works: list[float], limit: float) -> int:

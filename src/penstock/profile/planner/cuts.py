@@ -15,9 +15,9 @@ joint search moves their cuts further.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from math import inf
 from operator import add
 
@@ -266,7 +266,6 @@ def rank_static_bytes(segments: Segments, placement: Sequence[int], cuts: Cuts, 
 
 
 def placement_of(shape: str, p: int, v: int) -> tuple[int, ...]:
-    """The rank of each stage."""
     return vee(p) if shape == "v" else loop(p, v)
 
 
@@ -329,7 +328,7 @@ def _best_straight(segments: Segments, ranks: Ranks, limit: float) -> Cuts | Non
 
 
 def balanced(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts | None:
-    """Stages of equal work, then moves of up to three neighbouring cuts by one layer while the objective falls.
+    """Stages of equal work, then moves of a few cuts by one layer while the objective falls.
 
     None if this finds no partition within the memory.
     """
@@ -404,30 +403,37 @@ class _LocalSearch:
         self.missing = [0.0] * len(ranks)
         self.times = [self._evaluate(rank) for rank in range(len(ranks))]
         self.value = self._value()
-        inner, moving = len(self.cuts) - 1, True
-        while moving:
-            moving = False
-            for first in range(inner):
-                for width in (1, 2, 3):
-                    for step in (-1, 1):
-                        moving |= self._move(first, min(first + width, inner), step)
+        while sum(map(self._move, self._near())) or any(map(self._move, self._pairs())):
+            pass
 
-    def _move(self, first: int, last: int, step: int) -> bool:
-        """Move the cuts ``first`` up to ``last`` by one layer; undo it unless the value falls."""
-        cuts = self.cuts
-        begin = cuts[first - 1] if first else 0
-        if cuts[first] + step <= begin or cuts[last - 1] + step >= cuts[last]:
-            return False
-        before, times, missing = self.value, self.times[:], self.missing[:]
-        for at in range(first, last):
-            cuts[at] += step
-        for rank in set(self.placement[first : last + 1]):
-            self.times[rank] = self._evaluate(rank)
-        self.value = self._value()
-        if self.value < before:
-            return True
-        for at in range(first, last):
-            cuts[at] -= step
+    def _near(self) -> Iterator[dict[int, int]]:
+        """Moves of up to three neighbouring cuts by one layer."""
+        inner = len(self.cuts) - 1
+        for first, width, step in product(range(inner), (1, 2, 3), (-1, 1)):
+            yield dict.fromkeys(range(first, min(first + width, inner)), step)
+
+    def _pairs(self) -> Iterator[dict[int, int]]:
+        """Moves of a cut of the slowest rank by one layer, together with any other cut."""
+        inner = range(len(self.cuts) - 1)
+        slowest = self.times.index(max(self.times))
+        ends = sorted({at for s in self.own[slowest] for at in (s - 1, s)} & set(inner))
+        for a, b, step, other in product(ends, inner, (-1, 1), (-1, 1)):
+            if a != b:
+                yield {a: step, b: other}
+
+    def _move(self, shifts: dict[int, int]) -> bool:
+        """Shift cuts by layers; undo it unless the value falls."""
+        cuts, before, times, missing = self.cuts, self.value, self.times[:], self.missing[:]
+        for at, shift in shifts.items():
+            cuts[at] += shift
+        if all((cuts[at - 1] if at else 0) < cuts[at] < cuts[at + 1] for at in shifts):
+            for rank in {self.placement[s] for at in shifts for s in (at, at + 1)}:
+                self.times[rank] = self._evaluate(rank)
+            self.value = self._value()
+            if self.value < before:
+                return True
+        for at, shift in shifts.items():
+            cuts[at] -= shift
         self.value, self.times, self.missing = before, times, missing
         return False
 

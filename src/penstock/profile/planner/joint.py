@@ -234,7 +234,6 @@ class _Search:
         return self._stages[point]
 
     def try_point(self, point: Point, seconds: float) -> SearchResult | None:
-        """Search an order for a point."""
         stages = self.stages(point)
         found = None if stages is None or seconds <= 0 else find_order(stages, seconds, self.seed)
         if stages is not None and found is not None:

@@ -176,7 +176,6 @@ class PlanResult:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks."""
         return str(_registry.viz().plan_result_html(self))
 
     def save(self, path: str | Path) -> None:
