@@ -104,6 +104,11 @@ def raw_saved_tensors(node: Any) -> list[Tensor]:
     return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
+def saved_value(node: Any, name: str) -> Any:
+    """A value that an autograd node has saved for its backward; None where it has none, or torch does not show it."""
+    return getattr(node, f"_saved_{name}", None)
+
+
 # ── dispatch and modes ───────────────────────────────────────────────────────────────────────────────────────────────
 
 try:  # the base class of modes that see every operator

@@ -13,7 +13,6 @@ _UNITS = ((1024**4, "TiB"), (1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))
 
 
 def format_size(size: float) -> str:
-    """A number of bytes, rounded."""
     for unit, name in _UNITS:
         if size >= unit:
             return f"{size / unit:.2f} {name}"

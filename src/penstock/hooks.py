@@ -7,7 +7,7 @@ Training scripts do not need them. Like the names of ``penstock`` itself they ar
   its layers, and from groups of layers to a ``Plan``;
 - ``partition``: balanced groups of consecutive costs;  ``parse_bytes``: a size such as ``"16GiB"``;
 - ``cut_points``, ``begin_block_of``, ``remove_begin_block``, ``mentions_marks``, ``recorder``: the marks of a model;
-- ``bind_arguments``: a call's arguments by name;
+- ``Arguments``: the positional and the keyword arguments of one call, as the inputs of a step;
 - ``Prefetcher``: an iterator that runs ahead in a thread;
 - ``grad_norm``, ``clip_grad_norm``: the norm of gradients with a reduction over ranks of the caller's;
 - ``DeferredStatistics``: BatchNorm statistics of several forwards, committed together;
@@ -30,7 +30,7 @@ from penstock.format import parse_bytes
 from penstock.split import chain_of
 from penstock.split.balance import partition
 from penstock.split.marks import begin_block_of, cut_points, remove_begin_block
-from penstock.split.plan import LayerChain, WholeModelChain, bind_arguments, build_plan
+from penstock.split.plan import Arguments, LayerChain, WholeModelChain, build_plan
 from penstock.split.skip import SkipError, SkipUseError, verify_skippables
 from penstock.split.trace.errors import mentions_marks
 from penstock.split.trace.line import marked_chain
@@ -41,8 +41,8 @@ from penstock.train.prefetch import Prefetcher
 from penstock.train.state import clip_grad_norm, grad_norm
 
 __all__ = [
-    "DeferredStatistics", "LayerChain", "Prefetcher", "SkipError", "SkipUseError", "WholeModelChain",
-    "begin_block_of", "bind_arguments", "build_plan", "chain_of", "clip_grad_norm", "cut_points", "defer_weight_grad",
+    "Arguments", "DeferredStatistics", "LayerChain", "Prefetcher", "SkipError", "SkipUseError", "WholeModelChain",
+    "begin_block_of", "build_plan", "chain_of", "clip_grad_norm", "cut_points", "defer_weight_grad",
     "find_loss", "grad_norm", "is_checkpointing", "is_offloaded", "marked_chain", "mentions_marks", "parse_bytes",
     "partition", "recorder", "remove_begin_block", "tree_flatten", "tree_unflatten", "trunk_chain",
     "verify_skippables",

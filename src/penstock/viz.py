@@ -173,7 +173,6 @@ def _print(console: Console, simulation: Simulation) -> None:
 
 
 def describe_schedule(schedule: Schedule) -> str:
-    """A schedule in a line."""
     return (
         f"{schedule.name}: {count_noun(schedule.num_ranks, 'rank')}, {count_noun(schedule.num_stages, 'stage')}, "
         f"{count_noun(schedule.num_microbatches, 'micro-batch')}"
@@ -366,7 +365,6 @@ def plan_result_html(result: PlanResult) -> str:
 
 
 def plan_html(plan: Plan) -> str:
-    """A row for each stage."""
     return _html(str(plan))
 
 

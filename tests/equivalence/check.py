@@ -91,10 +91,19 @@ def check_step(case: AnyCase, mesh: ps.Mesh | None = None, devices: Sequence[str
             check_evaluation(pipe, plain, case)
 
 
+def check_in_threads(case: AnyCase) -> None:
+    """``check_step`` in this process, for tests of several cases; a failure names the case."""
+    _check_named(case, None)
+
+
 def check_on_rank(rank: int, case: AnyCase) -> None:
     """``check_step`` in one of the processes of a pipeline; a failure names the case."""
+    _check_named(case, ps.Mesh())
+
+
+def _check_named(case: AnyCase, mesh: ps.Mesh | None) -> None:
     try:
-        check_step(case, ps.Mesh())
+        check_step(case, mesh)
     except BaseException as error:
         error.add_note(f"case: {case}")
         raise

@@ -125,7 +125,9 @@ def check(schedule: str, recompute: str, batchnorm: str, sizes: Sequence[Size], 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_statistics_in_threads(schedule: str, recompute: str, batchnorm: str) -> None:
-    check(schedule, recompute, batchnorm, SIZES)
+    """Two of the sizes for each: all pairs of any two arguments."""
+    number = SCHEDULES.index(schedule) + RECOMPUTE.index(recompute) + (batchnorm == "deferred")
+    check(schedule, recompute, batchnorm, SIZES[number % 2 :: 2])
 
 
 def _check_on_rank(rank: int, schedule: str, batchnorm: str) -> None:

@@ -9,7 +9,7 @@ from dataclasses import astuple
 
 import pytest
 
-from tests.equivalence.check import check_on_rank, check_step
+from tests.equivalence.check import check_in_threads, check_on_rank
 from tests.equivalence.dynamic_models import LAYER_PAIRS, DynamicCase, DynamicShapesCase, DynamicSkipCase
 from tests.equivalence.models import TRAINING, stages_for
 from tests.equivalence.test_steps import case_with_all_layers
@@ -35,19 +35,19 @@ def first_pairs(schedule: str, ranks: int) -> list[str]:
     return list(LAYER_PAIRS)[:: stages_for(schedule, ranks) - 1]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_dynamic_shapes_in_threads(schedule: str, mode: str) -> None:
-    for first in first_pairs(schedule, 2):
-        check_step(DynamicShapesCase(first, schedule, 2, 4, 11, mode))
-    check_step(dynamic_skips(schedule, 2, 4, 10, mode))
+def test_dynamic_shapes_in_threads(schedule: str) -> None:
+    shift = SCHEDULES.index(schedule)
+    for number, first in enumerate(first_pairs(schedule, 2)):
+        check_in_threads(DynamicShapesCase(first, schedule, 2, 4, 11, MODES[(number + shift) % 2]))
+    check_in_threads(dynamic_skips(schedule, 2, 4, 10, MODES[shift % 2]))
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_dynamic_shapes_over_two_processes(schedule: str, mode: str, two_ranks: Ranks) -> None:
-    for first in first_pairs(schedule, 2):
-        two_ranks.check(check_on_rank, DynamicShapesCase(first, schedule, 2, 5, 13, mode))
+def test_dynamic_shapes_over_two_processes(schedule: str, two_ranks: Ranks) -> None:
+    """A chain that is recomputed for one schedule is not for the next."""
+    for number, first in enumerate(first_pairs(schedule, 2), SCHEDULES.index(schedule)):
+        two_ranks.check(check_on_rank, DynamicShapesCase(first, schedule, 2, 5, 13, MODES[(number + 1) % 2]))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -64,7 +64,8 @@ def test_headers_longer_than_a_row(schedule: str, two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_dynamic_skip_connections(schedule: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
     two_ranks.check(check_on_rank, dynamic_skips(schedule, 2, 4, 10))
-    four_ranks.check(check_on_rank, dynamic_skips(schedule, 4, 6, 13, "always"))
+    if schedule in ("1f1b", "zbv"):
+        four_ranks.check(check_on_rank, dynamic_skips(schedule, 4, 6, 13, "always"))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -118,9 +118,14 @@ class UseLateCopies:
         return optimizer
 
 
-@pytest.mark.parametrize("recompute", ["never", "except_last"])
-@pytest.mark.parametrize("budget", [None, 4000])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "budget", "recompute"),
+    [
+        (schedule, (None, 4000)[with_budget], ("never", "except_last")[(number + with_budget) % 2])
+        for number, schedule in enumerate(SCHEDULES)
+        for with_budget in (0, 1)
+    ],
+)
 def test_late_copies_in_threads(schedule: str, budget: int | None, recompute: str) -> None:
     case, stand_in = case_for(schedule, 2), UseLateCopies(budget)
     ours = train(case, stand_in, recompute=recompute)

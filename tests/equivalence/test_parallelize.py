@@ -30,8 +30,9 @@ from tests.equivalence.parallel_models import (
 from tests.support.ranks import Ranks
 
 
-@pytest.mark.parametrize("shards", [UNEVEN, ONE_EMPTY, (0, 3)], ids=str)
-@pytest.mark.parametrize("parallelize", [ddp, fsdp_nested])
+@pytest.mark.parametrize(
+    ("parallelize", "shards"), [(ddp, UNEVEN), (ddp, ONE_EMPTY), (ddp, (0, 3)), (fsdp_nested, (0, 3))]
+)
 def test_data_parallel_replicas(four_ranks: Ranks, parallelize: Callable[..., Any], shards: tuple[int, int]) -> None:
     four_ranks.check(train_case, parallelize, DATA, {"shards": shards})
 
@@ -53,12 +54,9 @@ def test_partial_wrappers(four_ranks: Ranks, parallelize: Callable[..., Any], sh
 @pytest.mark.parametrize(
     ("parallelize", "sizes", "shards"),
     [
-        (tensor_parallel, TENSOR, UNEVEN),
         (tensor_parallel, DATA_TENSOR, UNEVEN),
         (sequence_parallel, TENSOR, EVEN),
-        (sequence_parallel, DATA_TENSOR, EVEN),
         (tensor_parallel_and_fsdp, TENSOR, UNEVEN),
-        (tensor_parallel_and_fsdp, DATA_TENSOR, UNEVEN),
         (unchanged, DATA_TENSOR, UNEVEN),
     ],
 )
@@ -68,11 +66,19 @@ def test_tensor_parallel(
     four_ranks.check(train_case, parallelize, sizes, {"shards": shards})
 
 
-RUNS = [("gpipe", "always"), ("zb_h1", "never"), ("interleaved", "never"), ("zbv", "always")]
-
-
-@pytest.mark.parametrize(("schedule", "recompute"), RUNS)
-@pytest.mark.parametrize("parallelize", [ddp, fsdp_nested, tensor_parallel])
+# ``test_skip_connections`` runs zbv with each of them.
+@pytest.mark.parametrize(
+    ("parallelize", "schedule", "recompute"),
+    [
+        (ddp, "zb_h1", "never"),
+        (ddp, "interleaved", "always"),
+        (fsdp_nested, "gpipe", "always"),
+        (fsdp_nested, "zb_h1", "never"),
+        (fsdp_nested, "interleaved", "never"),
+        (tensor_parallel, "gpipe", "always"),
+        (tensor_parallel, "zb_h1", "never"),
+    ],
+)
 def test_schedules(four_ranks: Ranks, parallelize: Callable[..., Any], schedule: str, recompute: str) -> None:
     stages = 2 if schedule in ("gpipe", "zb_h1") else 4
     options = {"schedule": schedule, "recompute": recompute}

@@ -115,7 +115,6 @@ def train_dropout(rank: int, parallelize: Callable[..., Any], sizes: dict[str, i
     ("parallelize", "sizes"),
     [
         (ddp, DATA),
-        (fsdp, DATA),
         (checkpoint_blocks, DATA),
         (tensor_parallel, TENSOR),
         (tensor_parallel_and_fsdp, DATA_TENSOR),
@@ -155,7 +154,7 @@ def train_with_scaler(rank: int, parallelize: Callable[..., Any], sizes: dict[st
 
 @pytest.mark.parametrize(
     ("parallelize", "sizes"),
-    [(ddp, DATA), (fsdp, DATA), (tensor_parallel, TENSOR), (tensor_parallel_and_fsdp, DATA_TENSOR)],
+    [(ddp, DATA), (tensor_parallel, TENSOR), (tensor_parallel_and_fsdp, DATA_TENSOR)],
 )
 def test_grad_scaler(four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
     four_ranks.check(train_with_scaler, parallelize, sizes)

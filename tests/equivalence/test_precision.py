@@ -352,16 +352,20 @@ def test_fp32_accumulation_over_steps(run_case: Any, schedule: str) -> None:
     run_case(accumulate_over_steps, schedule)
 
 
-def _pair(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    return F.cross_entropy(output.float(), target, reduction="sum"), 3 * len(target)
-
-
 def loss_with_count(mesh: ps.Mesh | None, schedule: str) -> None:
     model, (x, y) = network().bfloat16(), half_data(torch.bfloat16)
-    totals = summed(model, x, y, lambda output, target: _pair(output, target)[0], 1 / BATCH)
-    factor = BATCH / (3 * BATCH)
+    counts = [3 + k for k in range(PARTS)]
+    given = iter(counts)
+
+    def total(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.float(), target, reduction="sum")
+
+    estimate = counts[0] * PARTS  # by the first micro-batch, whose backward comes before the other forwards
+    totals = summed(model, x, y, total, 1 / estimate)
+    factor = estimate / sum(counts)
     expected = {name: (total * factor).bfloat16() for name, total in totals.items()}
-    with pipeline(model, schedule, mesh, _pair, accumulate="fp32") as pipe:
+    loss_fn = lambda output, target: (total(output, target), next(given))  # noqa: E731
+    with pipeline(model, schedule, mesh, loss_fn, accumulate="fp32") as pipe:
         pipe.step(x, y)
         assert_gradients(pipe, expected)  # type: ignore[arg-type]
 

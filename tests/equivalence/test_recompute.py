@@ -10,7 +10,7 @@ from penstock.schedule import Schedule
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import loop, vee
 from penstock.schedule.search import auto
-from tests.equivalence.check import check_on_rank, check_step
+from tests.equivalence.check import check_in_threads, check_on_rank, check_step
 from tests.equivalence.models import TRAINING
 from tests.equivalence.test_skip_connections import dense_skips
 from tests.equivalence.test_steps import case_with_all_layers
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.slow
 MODES = ("except_last", "always")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("schedule", TRAINING)
-def test_every_schedule_in_threads(schedule: str, mode: str) -> None:
-    for count in (1, 3):
-        check_step(replace(case_with_all_layers(schedule, count, 4, 10), recompute=mode))
-    check_step(replace(dense_skips(schedule, 2), recompute=mode))
+@pytest.mark.parametrize("number", range(len(TRAINING)), ids=TRAINING)
+def test_every_schedule_in_threads(number: int) -> None:
+    schedule, one, other = TRAINING[number], MODES[number % 2], MODES[1 - number % 2]
+    check_in_threads(replace(case_with_all_layers(schedule, 1, 4, 10), recompute=one))
+    check_in_threads(replace(case_with_all_layers(schedule, 3, 4, 10), recompute=other))
+    check_in_threads(replace(dense_skips(schedule, 2), recompute=one))
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
@@ -44,8 +44,7 @@ def searched_schedule(placement: tuple[int, ...]) -> Schedule:
     return found.schedule
 
 
-@pytest.mark.parametrize("batch", [12, 13, 5])
-@pytest.mark.parametrize("placement", [loop(2, 2), vee(2)], ids=["loop", "V"])
+@pytest.mark.parametrize(("placement", "batch"), [(loop(2, 2), 13), (vee(2), 12), (vee(2), 5)], ids=str)
 def test_recompute_chosen_by_the_search(placement: tuple[int, ...], batch: int, two_ranks: Ranks) -> None:
     case = replace(case_with_all_layers("zbv", 2, 6, batch), schedule=searched_schedule(placement), recompute="never")
     check_step(case)

@@ -145,8 +145,11 @@ def train(
                 torch.testing.assert_close(found.outputs, *replica_samples(mesh, shards, plain(x)))
 
 
-@pytest.mark.parametrize("shards", SHARDS, ids=str)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "shards"),
+    [*(("counted", shards) for shards in SHARDS), *((n, s) for n in LOSSES if n != "counted" for s in SHARDS[1:4:2])],
+    ids=str,
+)
 def test_every_loss_over_uneven_shards(four_ranks: Ranks, loss: str, shards: tuple[int, int]) -> None:
     four_ranks.check(train, "mlp", loss, shards, {})
 
@@ -157,8 +160,10 @@ def test_ties_frozen_and_sparse_parameters(four_ranks: Ranks, name: str, shards:
     four_ranks.check(train, name, "counted", shards, {})
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "interleaved", "zbv", "v_half"])
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [("gpipe", "always"), ("zb_h1", "never"), ("interleaved", "always"), ("zbv", "always"), ("v_half", "never")],
+)
 def test_schedules(four_ranks: Ranks, schedule: str, recompute: str) -> None:
     stages = 2 if schedule in ("gpipe", "zb_h1") else 4
     four_ranks.check(train, "mlp", "counted", UNEVEN, {"schedule": schedule, "recompute": recompute}, stages)
@@ -246,9 +251,17 @@ def train_batchnorm(rank: int, momentum: float | None, shards: Sequence[int], sc
             check_buffers(pipe, plain)
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("shards", [(6, 6), (9, 6), (6, 0)], ids=str)
-@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "never"), ("zbv", "always")])
+@pytest.mark.parametrize(
+    ("momentum", "shards", "schedule", "recompute"),
+    [
+        (0.1, (6, 6), "1f1b", "never"),
+        (None, (6, 6), "zbv", "always"),
+        (0.1, (9, 6), "zbv", "always"),
+        (None, (9, 6), "1f1b", "never"),
+        (0.1, (6, 0), "1f1b", "never"),
+        (None, (6, 0), "zbv", "always"),
+    ],
+)
 def test_microbatch_batchnorm(
     four_ranks: Ranks, momentum: float | None, shards: tuple[int, int], schedule: str, recompute: str
 ) -> None:
@@ -271,8 +284,9 @@ def train_deferred_batchnorm(rank: int, momentum: float | None, shards: Sequence
             check_buffers(pipe, plain)
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("shards", [(6, 6), (9, 6), (6, 0), (0, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("momentum", "shards"), [(0.1, (6, 6)), (None, (9, 6)), (0.1, (9, 6)), (None, (6, 0)), (0.1, (0, 8))], ids=str
+)
 def test_deferred_batchnorm(four_ranks: Ranks, momentum: float | None, shards: tuple[int, int]) -> None:
     four_ranks.check(train_deferred_batchnorm, momentum, shards)
 
@@ -377,7 +391,10 @@ def train_with_inputs_on_some_ranks(rank: int, inputs: Sequence[int], targets: S
             torch.testing.assert_close(pipe.evaluate(*given).loss, expected.detach())
 
 
-@pytest.mark.parametrize("targets", [(0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("inputs", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("inputs", "targets"),
+    [((0,), (0,)), ((0,), (1,)), ((0,), (0, 1)), ((1,), (0,)), ((1,), (1,)), ((0, 1), (0,)), ((0, 1), (0, 1))],
+    ids=str,
+)
 def test_inputs_and_targets_on_some_ranks(four_ranks: Ranks, inputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
     four_ranks.check(train_with_inputs_on_some_ranks, inputs, targets)

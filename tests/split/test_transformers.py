@@ -11,11 +11,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+import penstock as ps
 from penstock.engine.shapes import FakeStage
 from penstock.errors import PlanError
 from penstock.split.balance import balance_stages
 from penstock.split.plan import Plan, build_plan, run_stages
-from penstock.split.sample import CountedOutput
 from penstock.split.trunk.line import find_trunk, trunk_chain
 from tests.split.trunk_models import assert_staged
 
@@ -235,7 +235,7 @@ def test_images_that_go_in_among_the_words() -> None:
     ids = torch.randint(3, 60, (2, 9)).index_fill(1, torch.arange(1, 5), 63)
     batch = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": ids.masked_fill(ids == 63, -100)}
     whole = copy.deepcopy(model)
-    want, got = whole(**batch), run_stages(plan, (), batch).output
+    want, got = whole(**batch), run_stages(plan, (), batch)
     assert torch.equal(got.logits, want.logits)
     assert got.image_hidden_states is None  # the last stage has not seen them
     want.loss.backward(), got.loss.backward()
@@ -247,32 +247,10 @@ def test_images_that_go_in_among_the_words() -> None:
 # ── what the loss is a mean over ─────────────────────────────────────────────────────────────────────────────────
 
 
-@every_model
-def test_the_count_of_a_loss_weighs_micro_batches_into_the_mini_batch(build: Callable[..., nn.Module]) -> None:
-    if build is t5_encoder:
-        pytest.skip("has no loss")
-    model = seeded(build).eval()
-    plan = cut(model, 2)
-    batch = inputs(build)
-    parts = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 1), slice(1, 3))]
-    outputs = [run_stages(plan, (), part) for part in parts]
-    assert all(isinstance(output, CountedOutput) and output.count.shape == () for output in outputs)
-    total = sum(output.count for output in outputs)
-    loss = sum(output.output.loss * output.count / total for output in outputs)
-    torch.testing.assert_close(loss, model(**batch).loss)
-
-
-def test_causal_labels_are_counted_as_they_are_shifted() -> None:
-    batch = inputs(llama)
-    output = run_stages(cut(seeded(llama), 2), (), batch)
-    assert output.count == (batch["labels"][:, 1:] != -100).sum()
-
-
-def test_labels_that_are_no_classes_are_not_counted() -> None:
+def test_labels_that_are_no_classes() -> None:
     model = seeded(bert_classifier, problem_type="multi_label_classification")
     batch = {**inputs(bert_classifier), "labels": torch.rand(3, CLASSES)}
-    output = assert_staged(model, cut(model, 2), **batch, use_cache=False)
-    assert not isinstance(output, CountedOutput)
+    assert_staged(model, cut(model, 2), **batch, use_cache=False)
 
 
 def test_a_count_of_the_mini_batch_given_by_the_user_makes_losses_that_add_up() -> None:
@@ -283,8 +261,11 @@ def test_a_count_of_the_mini_batch_given_by_the_user_makes_losses_that_add_up() 
     whole = model(**batch).loss
     parts = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 1), slice(1, 3))]
     outputs = [run_stages(plan, (), {**part, "num_items_in_batch": number}) for part in parts]
-    assert [output.count for output in outputs] == [None, None]
-    torch.testing.assert_close(sum(output.output.loss for output in outputs), whole)
+    torch.testing.assert_close(sum(output.loss for output in outputs), whole)
+    for given in ({}, {"num_items_in_batch": number}):
+        with ps.Pipeline(plan, microbatches=2) as pipe:
+            torch.testing.assert_close(pipe.step({**batch, **given}).loss, whole)
+            torch.testing.assert_close(pipe.evaluate({**batch, **given}).loss, whole)
 
 
 # ── stages ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -339,7 +320,7 @@ def test_a_model_on_the_meta_device_runs_stage_by_stage(build: Callable[..., nn.
             source = real.get_parameter(name) if isinstance(tensor, nn.Parameter) else real.get_buffer(name)
             tensor.data.copy_(source)
     got = run_stages(plan, (), inputs(build), modules)
-    assert torch.equal(got.output.loss, real(**inputs(build)).loss)
+    assert torch.equal(got.loss, real(**inputs(build)).loss)
 
 
 @every_model
@@ -359,7 +340,7 @@ def test_shapes_can_be_inferred_on_fake_tensors(build: Callable[..., nn.Module])
 
 
 def _leaves(output: Any) -> list[Any]:
-    return pytree.tree_leaves(dict(output.output if isinstance(output, CountedOutput) else output))
+    return pytree.tree_leaves(dict(output))
 
 
 def test_rotary_tables_are_each_stages_own_and_in_no_state_dict() -> None:
@@ -397,7 +378,7 @@ def test_something_of_every_block_cannot_be_returned(flag: str) -> None:
     setattr(model.config, flag, True)
     with pytest.raises(PlanError, match=flag):
         run_stages(cut(model, 2), (), inputs(llama))
-    assert run_stages(cut(model, 1), (), inputs(llama)).output[flag.removeprefix("output_")] is not None
+    assert run_stages(cut(model, 1), (), inputs(llama))[flag.removeprefix("output_")] is not None
 
 
 def test_the_routers_loss_needs_every_block() -> None:
@@ -409,6 +390,6 @@ def test_the_routers_loss_needs_every_block() -> None:
 def test_a_cache_makes_no_sense_in_training() -> None:
     model = seeded(llama)
     output = run_stages(cut(model, 2), (), {**inputs(llama), "use_cache": True})
-    assert output.output.past_key_values is None
+    assert output.past_key_values is None
     with pytest.raises(PlanError, match="past_key_values"):
         run_stages(cut(model, 2), (), {**inputs(llama), "past_key_values": hf.DynamicCache()})

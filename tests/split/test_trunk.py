@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from penstock.split.plan import run_stages
-from penstock.split.sample import CountedOutput
 from tests.split.trunk_models import WIDTH, Block, Trunked, Usual, assert_staged, cut, hidden, tokens, tril
 
 pytestmark = pytest.mark.slow
@@ -420,30 +419,3 @@ def test_positional_and_starred_arguments(sizes: tuple[int, ...]) -> None:
     assert_staged(model, cut(model, sizes), tokens(), 2.0, tril(), tril())
     model.zero_grad()
     assert_staged(model, cut(model, sizes), tokens(), 2.0, tril(), bias=torch.ones(WIDTH))
-
-
-@each_cut
-def test_a_loss_comes_with_what_it_is_a_mean_over(sizes: tuple[int, ...]) -> None:
-    class Own(Trunked):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights: Tensor | None = None
-
-        def forward(self, ids: Tensor, targets: Tensor | None = None) -> dict[str, Tensor]:
-            x = self.embed(ids)
-            for block in self.blocks:
-                x = block(x)
-            logits = self.head(x)
-            if targets is None:
-                return {"logits": logits}
-            return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten(), self.weights, ignore_index=0)}
-
-    model = Own()
-    plan = cut(model, sizes)
-    assert isinstance(run_stages(plan, (tokens(),), {}), dict)
-    output = assert_staged(model, plan, tokens(), tokens(2))
-    assert isinstance(output, CountedOutput)
-    assert output.count == (tokens(2) != 0).sum()
-    model.weights = torch.arange(16.0)
-    output = run_stages(plan, (tokens(), tokens(2)), {})
-    assert output.count == tokens(2).sum()

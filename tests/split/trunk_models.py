@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.split.plan import Plan, build_plan, run_stages
-from penstock.split.sample import CountedOutput
 from penstock.split.trunk.line import trunk_chain
 
 WIDTH, TOKENS = 8, 16
@@ -100,7 +99,7 @@ def assert_staged(
     want = answer(whole, whole(*args, **kwargs))
     torch.manual_seed(seed)
     output = run_stages(plan, args, kwargs, modules)
-    got = answer(model, output.output if isinstance(output, CountedOutput) else output)
+    got = answer(model, output)
     assert list(got) == list(want)
     for name, value in want.items():
         assert (value is None) == (got[name] is None), name

@@ -478,33 +478,64 @@ def different(rank: int, what: str) -> str:
 
 
 def differ(rank: int, what: str, patch: pytest.MonkeyPatch) -> str:
-    options: dict[str, Any] = {}
-    model = mlp()
+    options: dict[str, Any] = {"mesh": ps.Mesh(), "microbatches": 4}
+    model, balance = mlp(), [3, 2, 2]
     if what == "schedule" and rank == 1:
         options["schedule"] = "gpipe"
     if what == "micro-batches" and rank == 1:
         options["microbatches"] = 5
     if what == "plan" and rank == 1:
+        balance = [1, 2, 4]
+    if what == "'0.weight'" and rank == 1:
         model = mlp(width=6)
+    if what == "module '1'" and rank == 1:
+        model[1] = nn.Sigmoid()
+    if what == "'6.bias'" and rank == 1:
+        model[6] = nn.Linear(4, 4, bias=False)
     if what == "seed" and rank == 1:
         options["seed"] = 3
     if what in ("penstock", "torch"):
         module = watch if what == "penstock" else torch
         patch.setattr(module, "__version__", f"2.{rank == 1}")
     try:
-        pipeline(model, **options)
+        ps.Pipeline(ps.split(model, balance=balance), F.mse_loss, **options)
     except ps.PlanError as error:
         return str(error)
     raise AssertionError("the pipeline was built")
 
 
-@pytest.mark.parametrize("what", ["schedule", "micro-batches", "plan", "seed", "penstock", "torch"])
+# Models with equal names and sizes, but other modules, once trained together until their states did not fit.
+MODELS = ["'0.weight'", "module '1'", "'6.bias'"]
+
+
+@pytest.mark.parametrize("what", [*MODELS, "schedule", "micro-batches", "plan", "seed", "penstock", "torch"])
 def test_different_pipelines_on_ranks_are_named(three: Ranks, what: str) -> None:
     for text in three.check(different, what):
         assert what in text
         assert "on rank 0" in text
         assert "on rank 1" in text
         assert "on rank 2" not in text
+
+
+def without_meta() -> nn.Module:
+    """Fails on the meta device: the layer is not known before it is built."""
+    torch.empty(1).item()
+    return nn.Linear(4, 4)
+
+
+def built_in_part(rank: int) -> None:
+    """Each rank has its own layers, and of the others a description; the second pipeline finds its own ones built."""
+    model = nn.Sequential(*(nn.Linear(4, 4) if own == rank else ps.Lazy(lambda: nn.Linear(4, 4)) for own in range(2)))
+    model.append(nn.Linear(4, 4, device="meta" if rank == 0 else "cpu"))
+    model.append(ps.Lazy(without_meta))
+    plan = ps.split(model, balance=[1, 3])
+    for _ in range(2):
+        with ps.Pipeline(plan, F.mse_loss, mesh=ps.Mesh(), microbatches=4) as pipe:
+            pipe.step(batch(), batch(seed=5))
+
+
+def test_models_of_which_each_rank_has_built_its_own_layers_agree(two: Ranks) -> None:
+    two.check(built_in_part)
 
 
 def refuses(rank: int) -> str:

@@ -24,7 +24,7 @@ from penstock.train.launch import (
     threads_per_process,
     usable_cores,
 )
-from tests.support.programs import environment, forked_python, free_port, python, run, run_all, torchrun
+from tests.support.programs import environment, forked_python, free_port, run, run_all, torchrun
 
 WHO = """
 import json, os, warnings
@@ -65,7 +65,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_torchrun(script: Path) -> None:
-    done = run(python("-m", "torch.distributed.run", "--nproc-per-node=4", script))
+    done = run(torchrun("--nproc-per-node=4", script))
     assert done.returncode == 0, done.stderr
     everyone = who(done.stdout)
     assert [one["place"] for one in everyone] == [[0, 0], [0, 1], [1, 0], [1, 1]]

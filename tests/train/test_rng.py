@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,6 +85,67 @@ def over_processes(rank: int, stages: int, schedule: str, recompute: str) -> Non
 @pytest.mark.parametrize(("stages", "schedule", "recompute"), [(2, "1f1b", "always"), (4, "zbv", "except_last")])
 def test_a_seed_gives_the_same_masks_over_processes(two: Ranks, stages: int, schedule: str, recompute: str) -> None:
     two.check(over_processes, stages, schedule, recompute)
+
+
+# A run that was resumed drew the masks of its first steps once more: the number of the step was kept nowhere.
+
+
+def resumed(mesh: ps.Mesh | None, train: Callable[[ps.Pipeline], Tensor]) -> None:
+    """Four steps at once, and two of them in another pipeline, that takes over after the second."""
+    options: dict[str, Any] = {"microbatches": 3, "seed": 7, "mesh": mesh, "devices": None if mesh else "cpu"}
+    plan = ps.split(network(), stages=2, balance="uniform")
+    with ps.Pipeline(plan, F.mse_loss, **options) as pipe:
+        pipe.evaluate(*data())  # draws by itself
+        losses = [train(pipe) for _ in range(2)]
+        state, steps = copy.deepcopy(pipe.state_dict(full=True)), pipe.steps
+        losses += [train(pipe) for _ in range(2)]
+    assert steps == 2
+    with ps.Pipeline(ps.split(network(), stages=2, balance="uniform"), F.mse_loss, **options) as pipe:
+        pipe.load_state_dict(state)
+        again = train(pipe)
+        assert again not in losses[2:], "the masks of the first step"
+        pipe.load_state_dict(state)
+        pipe.steps = steps
+        assert [train(pipe) for _ in range(2)] == losses[2:], "to the last bit"
+        assert pipe.steps == 4
+
+
+def by_step(pipe: ps.Pipeline) -> Tensor:
+    loss: Tensor = pipe.step(*data()).loss
+    return updated(pipe, loss)
+
+
+def by_call(pipe: ps.Pipeline) -> Tensor:
+    """The caller computes the loss."""
+    x, y = data()
+    outputs = pipe.forward(x)
+    loss = torch.zeros(()) if outputs is None else F.mse_loss(outputs, y)
+    if outputs is not None:
+        loss.backward()
+    return updated(pipe, loss.detach())
+
+
+def updated(pipe: ps.Pipeline, loss: Tensor) -> Tensor:
+    torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    pipe.zero_grad()
+    return pipe.broadcast(loss)  # type: ignore[no-any-return]
+
+
+def resumed_ranks(rank: int, train: Callable[[ps.Pipeline], Tensor]) -> None:
+    resumed(ps.Mesh(), train)
+
+
+@pytest.mark.parametrize("train", [by_step, by_call])
+def test_a_resumed_run_draws_the_masks_of_one_that_went_on(two: Ranks, train: Callable[[ps.Pipeline], Tensor]) -> None:
+    resumed(None, train)
+    two.check(resumed_ranks, train)
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, "2"])
+def test_the_number_of_steps_is_a_whole_number(steps: Any) -> None:
+    pipe = ps.Pipeline(ps.split(network(), stages=2), F.mse_loss, seed=1, devices="cpu")
+    with pipe, pytest.raises(ps.PlanError, match="at least 0"):
+        pipe.steps = steps
 
 
 class Turned(nn.Module):

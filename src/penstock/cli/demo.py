@@ -195,8 +195,6 @@ class TrainStep:
 
 
 class PlainRun:
-    """The plain model."""
-
     def __init__(self, settings: Settings) -> None:
         self.device = settings.device
         self.model = network(settings.seed).to(settings.device)

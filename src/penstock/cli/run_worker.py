@@ -24,7 +24,6 @@ from typing import Any
 
 
 def main() -> None:
-    """Run the script that the arguments name."""
     sys.excepthook = _record_exception
     faulthandler.enable()
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()

@@ -18,7 +18,7 @@ from penstock.engine.channel.control import NORM, NUMBER, STATE, STEP, TRACE, Co
 from penstock.engine.connections import Connections, MeshCoordinates, ProgramCache
 from penstock.engine.executor import Executor, GradStash, PipelineCall, apply_call, with_training_modes
 from penstock.engine.failure.status import LOSS, NEXT_BATCH, REDUCE_GRADS
-from penstock.engine.failure.watch import PipelineStopped, Rendezvous, pipeline_config
+from penstock.engine.failure.watch import PipelineStopped, Rendezvous
 from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import Outputs, StepOutcome, check_joinable
 from penstock.engine.message import BorrowedInputs, Grads, Message, backward_inputs, flatten, input_edges, unflatten
@@ -57,7 +57,9 @@ class DistributedExecutor(Executor):
         copies: Sequence[Sequence[nn.Parameter]],
         mesh: MeshCoordinates,
         rendezvous: Rendezvous,
-        options: Mapping[str, Any],
+        config: Mapping[str, Any],
+        limits: tuple[float | None, float | None],
+        dynamic: bool,
         **gradients: Any,
     ) -> None:
         super().__init__(plan, stages, source, **gradients)
@@ -72,8 +74,8 @@ class DistributedExecutor(Executor):
         self.rendezvous, self.watch, self.status = rendezvous, rendezvous.watch, rendezvous.watch.status
         self.status.stage_ranks = [self.ranks[rank] for rank in self.placement]
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive an executor that was not closed
-        rendezvous.compare(pipeline_config(plan, source, options))
-        self.watch.set_limits(*options["timeout"])
+        rendezvous.compare(config)
+        self.watch.set_limits(*limits)
         self.connections = Connections(mesh, self.watch, self.wait_timer)
         host = torch.device("cpu")
         control = self.connections.group("control", range(len(self.ranks)), host)
@@ -84,7 +86,6 @@ class DistributedExecutor(Executor):
         staged = endpoints
         if uses_nccl(self.device):
             staged = self.connections.endpoints(self.edges, self.placement, "quiet ", host)
-        dynamic = bool(options["dynamic"])
         self.programs = ProgramCache(
             self.edges, self.placement, self.rank, self.device, self.stages, source, endpoints, staged, dynamic
         )
@@ -105,6 +106,8 @@ class DistributedExecutor(Executor):
                 self.statistics = RunningStatistics(modules.values(), self.replicas.control.gather)
             if self.loss is not None:
                 self.loss.replicas = self.replicas
+        # A rank that closes the pipeline at once must not leave another one waiting to be connected by gloo.
+        rendezvous.gather({}, "until this pipeline is built by", limited=False)
         self.status.phase = NEXT_BATCH
 
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
@@ -164,9 +167,8 @@ class DistributedExecutor(Executor):
     def announce(self, value: Any, targets: Any, training: bool, caller_loss: bool) -> tuple[StepHeader, list[Message]]:
         """Agree with the other ranks on the next mini-batch; on the first rank, split it into micro-batches."""
         self.status.phase = NEXT_BATCH
-        given = targets is not None
         if self.rank != self.first_rank:
-            return self.protocol.receive(training, value, given, caller_loss), []
+            return self.protocol.receive(training, (value, targets), caller_loss), []
         try:
             value = self.protocol.fetch_inputs() if value is None else value
             if value is None:
@@ -177,7 +179,7 @@ class DistributedExecutor(Executor):
         except PlanError as error:
             self.protocol.reject(str(error))
             raise StepRejected(str(error)) from error
-        return self.protocol.announce(training, sizes, messages, given, caller_loss), messages
+        return self.protocol.announce(training, sizes, messages, (value, targets), caller_loss), messages
 
     def _run_program(self, header: StepHeader, messages: Sequence[Message], *, grad: bool) -> list[Grads] | None:
         """Run the program; returns the gradients of the inputs, where the first stage is."""
@@ -447,7 +449,7 @@ class _PendingBackward(PipelineCall):
         io.inputs, io.outputs = [], None
         if loss is not None:
             check_joinable([message.leaves for message in outputs], self.sizes)
-            self.model_loss = loss.model_loss
+            self.loss_weights = loss.weights
             if not any(message.wants for message in outputs):  # autograd will not call backward: the others wait
                 self._backward([()] * self.count)
         return outputs

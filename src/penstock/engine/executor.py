@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from penstock.engine.forward_context import caller_context
-from penstock.engine.loss import LossAndOutputs, ModelLoss, Outputs, StepOutcome
+from penstock.engine.loss import LossAndOutputs, Outputs, StepOutcome
+from penstock.engine.loss_terms import LossWeights
 from penstock.engine.message import Grads, Message, Spec, unflatten
 from penstock.engine.microbatch import join
 from penstock.engine.recompute.batchnorm import deferred_statistics_of
@@ -79,7 +80,7 @@ class Executor(ABC):
         return {id(p): p for stage in self.stages.values() for p in stage.module.parameters()}.values()
 
     def next_run_name(self, *, training: bool) -> str:
-        """A name for a run, from which seeds derive; steps and other calls are counted separately."""
+        """A name for a run, from which seeds derive; an evaluation does not change the names of later steps."""
         kind = "step" if training else "call"
         self.num_runs[kind] += 1
         return f"{kind} {self.num_runs[kind]}"
@@ -103,6 +104,12 @@ class Executor(ABC):
                 raise
             stash.factor = outcome.factor
             self._rescales = outcome.factor is not None
+            if outcome.factor not in (None, 1.0) and not apart and len(stash.before) < len(parameters):
+                raise PlanError(
+                    "the losses of this step's micro-batches average over different numbers of elements per sample, "
+                    "unlike those of the steps before, whose gradients are in .grad and cannot be told apart: set "
+                    "gradients to None and start the accumulation again"
+                )
         return outcome
 
     @abstractmethod
@@ -238,7 +245,7 @@ class GradStash:
             if error is not None:
                 parameter.grad = before
                 continue
-            if self.factor is not None and parameter.grad is not None:
+            if self.factor not in (None, 1.0) and parameter.grad is not None:
                 parameter.grad.mul_(self.factor)
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
@@ -253,12 +260,12 @@ class PipelineCall(ABC):
     def __init__(self, executor: Executor, sizes: Sequence[int], parameters: list[nn.Parameter]) -> None:
         """``sizes`` are those of the micro-batches; autograd accumulates the gradients of ``parameters``."""
         self.sizes, self.count, self.parameters = sizes, len(sizes), parameters
-        self.run_name = executor.next_run_name(training=False)
+        self.run_name = executor.next_run_name(training=True)
         # A backward may recompute forwards: they need the context and the training flags of the first ones.
         self.context = caller_context()
         self.modes = [(part, part.training) for stage in executor.stages.values() for part in stage.module.modules()]
         self.recorder: StepRecorder | None = None  # the one that has recorded the forward
-        self.model_loss = ModelLoss(())
+        self.loss_weights = LossWeights(())
         self.template: tuple[list[Any], Spec] = ([], None)  # of the joined output; non-tensor leaves are themselves
 
     @abstractmethod
@@ -278,7 +285,7 @@ def apply_call(call: PipelineCall, inputs: list[Message]) -> Any:
     leaves, spec = call.template
     tensors_out = iter(result)
     joined = unflatten([next(tensors_out) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-    return call.model_loss.merge(joined)
+    return call.loss_weights.merge(joined)
 
 
 class _PipelineFunction(torch.autograd.Function):

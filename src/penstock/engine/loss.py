@@ -1,13 +1,18 @@
 """The loss of a mini-batch from the losses of its micro-batches, and the outputs that a step keeps.
 
-A loss that averages is weighted by what each micro-batch averages over; one that sums is summed. The denominator must
-be known before the first backward, which comes before the last forward:
+A loss that averages is weighted by the number of elements that each micro-batch averages over; one that sums is summed:
 
-    mean    n_k / N, the micro-batch's share of the samples
-    sum     1
-    counted cross-entropy and NLL average over the targets that are not ignored (by class weight, if given): run
-            as a sum, divided by the count over all targets of the mini-batch, which are known beforehand
-    pair    the function returns (sum, count): divided by N at first, rescaled at the end of the step
+    loss = Σ n_k l_k / Σ c_k        backward of micro-batch k is seeded with n_k / Σ c_k
+
+    mean      n_k = c_k = samples, where the user says reduction="mean"
+    sum       n_k = 1, Σ c_k = 1
+    targets   cross-entropy and NLL: n_k = c_k = targets that are not ignored (by class weight), known beforehand
+    elements  mean squared error and the like: n_k = c_k = elements of the output
+    observed  any other loss: n_k = c_k is read from its autograd graph when its forward is over (`loss_terms`)
+    pair      the function returns (sum, count): n_k = 1, c_k = count
+
+The first backward comes before the last forward. Where counts are not known beforehand, Σ c_k is then an estimate by
+the micro-batches so far, and all gradients are rescaled at the end of the step unless it was right.
 
 A function of one argument finds the loss in the output: it takes no targets.
 """
@@ -17,7 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,41 +31,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engine.forward_context import forward_state
+from penstock.engine.loss_terms import Count, LossWeights, count_targets, requiring_grad, with_graph
 from penstock.engine.message import detach_tensors, flatten, unflatten
 from penstock.engine.microbatch import can_join, join
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.errors import PlanError
-from penstock.split.sample import CountedOutput
 
 # ── loss functions ───────────────────────────────────────────────────────────────────────────────────────────────
 
+EXACT = 1e-12  # a relative difference of counts below this is rounding
+
 _COUNTED: dict[Any, type[nn.Module]] = {F.cross_entropy: nn.CrossEntropyLoss, F.nll_loss: nn.NLLLoss}
+_ELEMENTWISE: dict[Any, type[nn.Module]] = {
+    F.mse_loss: nn.MSELoss,
+    F.l1_loss: nn.L1Loss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.huber_loss: nn.HuberLoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+}
 
 
 @dataclass(frozen=True)
 class LossRule:
-    """How the losses of micro-batches make that of the mini-batch: ``call`` for each, then a weighted sum."""
+    """How the losses of micro-batches make that of the mini-batch."""
 
     call: Callable[[Any, Any], Any] | None  # None: the model computes its loss
-    reduction: str  # "mean", "sum" or "counted"
-    count: Callable[[Any], Tensor] | None = None
+    reduction: str  # "mean", "sum", "targets", "elements" or "observed"
+    count: Callable[[Any], Tensor] | None = None  # of targets
     wants_targets: bool = True
-
-    def denominator(self, sizes: Sequence[int], targets: Sequence[Any]) -> float | Tensor:
-        """The mini-batch's number of samples, or its count of targets; 1 for a sum."""
-        if self.reduction == "sum":
-            return 1.0
-        if self.count is not None:
-            return functools.reduce(torch.add, [self.count(target) for target in targets], torch.zeros(()))
-        return float(sum(sizes))
-
-    def weights(self, sizes: Sequence[int], denominator: float | Tensor) -> list[float | Tensor]:
-        """The factor of each micro-batch's loss."""
-        if self.reduction == "mean" and self.count is None:
-            return [size / denominator for size in sizes]
-        if isinstance(denominator, Tensor):
-            return [denominator.reciprocal()] * len(sizes)
-        return [1 / denominator if denominator else math.inf] * len(sizes)
 
 
 def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) -> LossRule:
@@ -70,10 +68,10 @@ def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) 
     if reduction not in (None, "mean", "sum"):
         raise PlanError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     options, function = _loss_options(loss_fn)
-    found = reduction or str(options.get("reduction", "mean"))
-    found = "mean" if found == "batchmean" else found  # of ``nn.KLDivLoss``: a mean over samples
-    if found not in ("mean", "sum"):
-        raise PlanError(f"loss_fn has reduction={found!r}, but a step needs one number: use 'mean' or 'sum'")
+    own = str(options.get("reduction", "mean"))
+    if reduction is None and own not in ("mean", "sum", "batchmean"):
+        raise PlanError(f"loss_fn has reduction={own!r}, but a step needs one number: use 'mean' or 'sum'")
+    found = reduction or ("sum" if own == "sum" else "observed")
     if loss_fn is None:
         return LossRule(None, found, wants_targets=False)
     try:
@@ -83,11 +81,12 @@ def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) 
     kinds = [parameter.kind for parameter in parameters if parameter.kind is not inspect.Parameter.KEYWORD_ONLY]
     if kinds in ([inspect.Parameter.POSITIONAL_ONLY], [inspect.Parameter.POSITIONAL_OR_KEYWORD]):
         return LossRule(lambda output, _: loss_fn(output), found, wants_targets=False)
+    if found == "observed" and function in _ELEMENTWISE:
+        return LossRule(loss_fn, "elements")
     if found == "sum" or function not in _COUNTED:
         return LossRule(loss_fn, found)
-    call = functools.partial(function, **{**options, "reduction": "sum"})
-    count = functools.partial(_count_targets, ignored=options.get("ignore_index", -100), weight=options.get("weight"))
-    return LossRule(call, "counted", count)
+    ignored, weight = options.get("ignore_index", -100), options.get("weight")
+    return LossRule(loss_fn, "targets", functools.partial(_count, ignored=ignored, weight=weight))
 
 
 def _loss_options(loss_fn: Any) -> tuple[dict[str, Any], Any]:
@@ -95,25 +94,17 @@ def _loss_options(loss_fn: Any) -> tuple[dict[str, Any], Any]:
     if isinstance(loss_fn, functools.partial):
         options, function = _loss_options(loss_fn.func)
         return {**options, **loss_fn.keywords}, function if not loss_fn.args else None
-    for function, module in _COUNTED.items():
+    for function, module in (_COUNTED | _ELEMENTWISE).items():
         if isinstance(loss_fn, module) and type(loss_fn).forward is module.forward:
             names = ("weight", "ignore_index", "reduction", "label_smoothing")
             return {name: getattr(loss_fn, name) for name in names if hasattr(loss_fn, name)}, function
     return {"reduction": getattr(loss_fn, "reduction", "mean")}, loss_fn
 
 
-def _count_targets(target: Any, ignored: int, weight: Tensor | None) -> Tensor:
-    """The number that cross-entropy and NLL divide the sum of their losses by."""
+def _count(target: Any, ignored: int, weight: Tensor | None) -> Tensor:
     if not isinstance(target, Tensor):
         raise PlanError(f"the loss needs a tensor as target, got {type(target).__name__}")
-    if target.is_floating_point():  # class probabilities: every sample counts
-        classes = target.shape[1] if target.dim() > 1 else 1
-        return torch.tensor(target.numel() // classes, dtype=torch.float64, device=target.device)
-    kept: Tensor = target != ignored
-    if weight is None:
-        return kept.sum(dtype=torch.float64)
-    of_target = weight.to(target.device).index_select(0, torch.where(kept, target, 0).flatten())
-    return (of_target * kept.flatten()).sum(dtype=torch.float64)
+    return count_targets(target, ignored, weight)
 
 
 def find_loss(output: Any) -> Any:
@@ -217,43 +208,10 @@ class StepOutcome:
     """The result of one mini-batch. With replicas, loss and samples are those of all; the rest is this one's."""
 
     loss: Tensor | None  # None: an evaluation without targets
-    factor: float | None  # what the gradients are still to be multiplied by; None: nothing
+    factor: float | None  # what the gradients are still to be multiplied by; None: nothing, in other steps neither
     outputs: Any
     samples: int
     microbatches: int
-
-
-class ModelLoss:
-    """Merges the losses in the outputs of a model that computes its own, one per micro-batch, into the mini-batch's.
-
-    ``shares`` are the micro-batches' parts in a mean; () where a ``loss_fn`` computes the loss.
-    """
-
-    def __init__(self, shares: Sequence[float]) -> None:
-        self.shares = shares
-        self.counts: dict[int, Any] = {}  # what the model's losses were averaged over, per micro-batch, where known
-        self.scalar = False  # whether the output is the loss
-
-    def merge(self, joined: Any) -> Any:
-        """The joined outputs with one loss in place of one per micro-batch."""
-        if not self.shares and not self.counts:
-            return joined
-        if self.scalar and isinstance(joined, Tensor) and joined.shape == (len(self.shares),):
-            return self._mean(joined)
-        losses = joined.get("loss") if isinstance(joined, MutableMapping) else None
-        count = max(len(self.shares), len(self.counts))
-        if count > 1 and isinstance(losses, Tensor) and losses.shape == (count,):
-            joined["loss"] = self._mean(losses)
-        return joined
-
-    def _mean(self, losses: Tensor) -> Tensor:
-        counts = [self.counts[k] for k in sorted(self.counts)]
-        if not counts:
-            return (losses * losses.new_tensor(self.shares)).sum()
-        if any(count is None for count in counts):
-            return losses.sum()
-        count = torch.stack([torch.as_tensor(n).to(losses) for n in counts])
-        return torch.where(count > 0, losses * count, 0.0).sum() / count.sum()
 
 
 @dataclass(eq=False)
@@ -266,15 +224,17 @@ class LossAndOutputs:
     # Of the current mini-batch:
     training: bool = False
     wants_loss: bool = False
+    observes: bool = False  # whether the counts come with the forwards
+    needs_graph: bool = False  # whether a forward needs a graph for that, in evaluations too
     batch: int = 0
     targets: Sequence[Any] = ()
     sizes: Sequence[int] = ()
-    weights: Sequence[float | Tensor] = ()
     kept: KeptOutputs | None = None
     pending: PendingSum | None = None  # samples and denominator over all replicas, not yet received
+    denominator: Count | None = None  # of the weights that backwards were seeded with
     losses: list[Tensor | None] = field(default_factory=list)
-    counts: list[Any] = field(default_factory=list)  # of losses that are sums: the total is divided by their sum
-    model_loss: ModelLoss = field(default_factory=lambda: ModelLoss(()))
+    weights: LossWeights = field(default_factory=lambda: LossWeights(()))
+    _has_own_loss: bool | None = None  # whether the model's outputs have a loss in them
 
     def begin(
         self, sizes: Sequence[int], targets: Sequence[Any] | None, outputs: Outputs, *, training: bool = False
@@ -284,56 +244,70 @@ class LossAndOutputs:
         self.wants_loss = targets is not None
         self.batch, self.sizes = sum(sizes), sizes
         self.targets = targets or ()
-        self.pending = None
-        if targets is not None:
-            denominator = self.rule.denominator(sizes, self.targets)
-            if self.replicas is None:
-                self.weights = self.rule.weights(sizes, denominator)
-            else:  # received by the first backward
-                self.pending = self.replicas.start_sum([float(self.batch), float(denominator)])
+        self.pending = self.denominator = None
         self.kept = KeptOutputs(outputs, sizes) if sizes and outputs is not None else None
         self.losses = [None] * len(sizes)
-        self.counts = []
-        shares = self.rule.weights(sizes, self.rule.denominator(sizes, ())) if self.rule.call is None else ()
-        self.model_loss = ModelLoss([float(share) for share in shares])
+        self.weights = weights = LossWeights(sizes)
+        reduction, count = self.rule.reduction, self.rule.count
+        own = self.rule.call is None or not self.rule.wants_targets
+        several = len(sizes) > 1 or self.replicas is not None
+        self.observes = several and reduction in ("observed", "elements")
+        self.needs_graph = self.observes and own and self._has_own_loss is not False
+        samples: list[Count] = [float(size) for size in sizes]
+        if reduction == "sum":
+            weights.set_known([1.0] * len(sizes), samples)
+        elif count is not None and targets is not None:
+            counts = [count(target) for target in self.targets]
+            weights.set_known(counts, counts)
+        elif not self.observes:
+            weights.set_known(samples, samples)
+        if targets is not None and self.replicas is not None:  # received by the first backward
+            self.pending = self.replicas.start_sum([float(self.batch), float(sum(weights.counts))])
+            if not sizes:  # the others may wait for this replica's part of an estimate
+                self._denominator()
 
     def __call__(self, microbatch: int, output: Any) -> Any:
         """Keep the output; return the loss, or the output itself where there is no loss to compute.
 
         A recomputed forward keeps nothing: the first one did.
         """
-        count = None
-        first = not forward_state.recomputing
-        if isinstance(output, CountedOutput):
-            if self.rule.call is None:  # else the count of the model's own loss does not matter
-                self.model_loss.counts[microbatch] = count = output.count
-            output = output.output
-        self.model_loss.scalar = isinstance(output, Tensor) and output.dim() == 0
+        first, weights, observes = not forward_state.recomputing, self.weights, self.observes
         kept = self.kept
         if kept is not None and first and microbatch in kept.selected:
             # In a step, an output that cannot be joined is there for its loss alone.
             kept.add(microbatch, detach_tensors(output) if not self.training or can_join(output) else None)
-        if not self.wants_loss:
-            return output
+        what = "the model computes its own loss (no loss_fn was given), but its output"
         if self.rule.call is None:
             loss = find_loss(output)
-            if count is not None and isinstance(loss, Tensor):
-                # Undo the model's mean; a micro-batch with count 0 contributes 0 instead of NaN.
-                loss = torch.where(count > 0, loss * count, torch.zeros_like(loss))
-                if first:
-                    self.counts.append(count)
-            if not self.training and (isinstance(output, Tensor) or loss is None):
-                return output  # a model that computes its loss does so where it is given labels, and not always
-            what = "the model computes its own loss (no loss_fn was given), but its output"
+            scalar = isinstance(loss, Tensor) and loss.dim() == 0
+            self._has_own_loss = scalar
+            weights.own_loss = "" if not scalar else "scalar" if loss is output else "entry"
+            if scalar and observes:
+                loss = weights.observe(microbatch, loss)
+            if not self.wants_loss or not (self.training or scalar):
+                # A model that computes its loss does so where it is given labels, and not always.
+                return output
+        elif not self.wants_loss:
+            return output
         else:
-            loss = self.rule.call(output, self.targets[microbatch])
             what = "loss_fn"
+            target = self.targets[microbatch]
+            if observes and self.rule.reduction == "observed" and not torch.is_grad_enabled():
+                with with_graph():
+                    loss = self.rule.call(requiring_grad(output), target)
+            else:
+                loss = self.rule.call(output, target)
             if isinstance(loss, tuple):
                 if len(loss) != 2:
                     raise PlanError(f"loss_fn returned {len(loss)} values: return the loss, or (sum, count)")
                 loss, count = loss
-                if first:
-                    self.counts.append(count)
+                weights.add_pair(microbatch, count)
+            elif observes and self.rule.reduction == "elements" and isinstance(output, Tensor):
+                weights.add_mean(microbatch, float(output.numel()))
+            elif observes and isinstance(loss, Tensor):
+                loss = weights.observe(microbatch, loss)
+            elif isinstance(loss, Tensor) and isinstance(count := weights.counts[microbatch], Tensor):
+                loss = torch.where(count > 0, loss, torch.zeros_like(loss))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise PlanError(f"{what} gave {found} where the loss, one number in a tensor, was expected")
@@ -341,59 +315,82 @@ class LossAndOutputs:
             raise PlanError("the loss does not depend on any parameter that requires a gradient: nothing to train")
         if first:
             self.losses[microbatch] = loss.detach().clone()  # its memory may be a view of the output's
-        return loss
+        return loss if self.training else loss.detach()
 
     def seed(self, microbatch: int) -> list[Tensor]:
         """The gradient of the mini-batch's loss with respect to this micro-batch's."""
         loss = self.losses[microbatch]
         assert loss is not None
-        self._receive_weights()
-        weight = 1 / self.batch if self.counts else 1.0 if self.model_loss.counts else self.weights[microbatch]
+        weight = self.weights.numerators[microbatch] / self._denominator()
         if isinstance(weight, Tensor):
             return [(weight * self.scale).to(loss.device, loss.dtype).reshape(loss.shape)]
         return [torch.full_like(loss, weight * self.scale)]
 
-    def _receive_weights(self) -> None:
-        """With replicas: the size of the mini-batch and the weights, once the sums over all replicas have arrived."""
+    def _denominator(self) -> Count:
+        """The sum of all counts, or an estimate of it by the forwards so far; the same number for the whole step."""
+        if self.denominator is not None:
+            return self.denominator
+        weights, reduction = self.weights, self.rule.reduction
+        known = sum(weights.counts)
         if self.pending is not None:
-            batch, denominator = self.pending()
+            batch, known = self.pending()
             self.batch, self.pending = int(batch), None
-            self.weights = self.rule.weights(self.sizes, 1.0 if self.rule.reduction == "sum" else denominator)
+        if reduction == "sum":
+            known = 1.0
+        elif self.observes or "pair" in weights.kinds:
+            seen = [k for k, kind in enumerate(weights.kinds) if kind]
+            count: Count = sum(weights.counts[k] for k in seen)
+            samples, summed = float(sum(self.sizes[k] for k in seen)), float(weights.summed)
+            if self.replicas is not None:
+                count, samples, summed = self.replicas.sum([float(count), samples, summed])
+            known = 1.0 if summed else count if samples == self.batch else count * self.batch / max(samples, 1)
+            if isinstance(known, Tensor):
+                known = torch.where(known > 0, known, float(self.batch))
+            known = known if isinstance(known, Tensor) else known or float(self.batch)
+        self.denominator = known
+        return known
 
     def finish(self) -> tuple[Tensor | None, float | None]:
-        """The loss of the mini-batch, and the factor to multiply all gradients by, if the loss returned counts."""
-        self._receive_weights()
+        """The loss of the mini-batch, and the factor to multiply all gradients by, where counts came with losses."""
         if not self.wants_loss:
             return None, None
+        weights, denominator = self.weights, self._denominator()
+        weights.check()
         losses = [loss.reshape(()) for loss in self.losses if loss is not None]
         # Half-precision losses are added up in single precision.
         losses = [loss.float() if loss.dtype.itemsize < 4 else loss for loss in losses]
-        if self.counts and len(self.counts) != len(losses):
-            raise PlanError("loss_fn returned (sum, count) for some micro-batches and a loss alone for others")
         stacked = torch.stack(losses) if losses else torch.zeros(1)
-        if losses and not self.counts and not self.model_loss.counts:
-            weights = [w.to(stacked) if isinstance(w, Tensor) else stacked.new_tensor(w) for w in self.weights]
-            stacked = stacked * torch.stack(weights)
-        total = stacked.sum()
-        dtype, count = total.dtype, sum(float(count) for count in self.counts)
-        counted, present = float(bool(self.counts)), float(bool(losses))
-        if self.replicas is not None:  # of which one may have no samples
-            double = float(dtype == torch.float64)
-            number, count, counted, present, double = self.replicas.sum([float(total), count, counted, present, double])
+        estimated = self.observes or "pair" in weights.kinds
+        count = denominator if weights.summed or not estimated else sum(weights.counts)
+        count = count if isinstance(count, Tensor) else count or math.nan  # a mean over nothing
+        present, dtype = float(bool(losses)), stacked.dtype
+        if self.replicas is None:
+            numbers, device = [n / count for n in weights.numerators], stacked.device
+            shares = [torch.as_tensor(n, dtype=torch.float64, device=device).to(dtype) for n in numbers]
+            total = (stacked * torch.stack(shares)).sum() if losses else stacked[0]
+        else:  # of which one may have no samples
+            numerators = [torch.as_tensor(n, dtype=torch.float64, device=stacked.device) for n in weights.numerators]
+            number = float((stacked.double() * torch.stack(numerators)).sum()) if losses else 0.0
+            own = [number, float(sum(weights.counts)), present, float(dtype == torch.float64), float(weights.summed)]
+            number, counts, present, double, summed = self.replicas.sum([*own])
+            count = denominator if summed or not estimated else counts
+            number = number / float(count) if count else math.nan
             dtype = torch.float64 if double else torch.float32
-            total = torch.tensor(number, dtype=torch.float64, device=total.device)
+            total = torch.tensor(number, dtype=torch.float64, device=stacked.device)
         factor = None
-        if counted:
-            factor = self.batch / count if count else math.nan  # like the plain mean over nothing
-            total = total * (factor / self.batch)
+        if estimated:
+            factor = float(denominator / count) if count else math.nan
+            factor = 1.0 if abs(factor - 1) < EXACT else factor
+            if factor == 1.0 and not weights.by_value:
+                factor = None
         return (total.to(dtype), factor) if present else (None, None)
 
     def take_outputs(self) -> Any:
         """The outputs that were kept; nothing of the mini-batch is kept here any longer."""
-        joined = None if self.kept is None else self.model_loss.merge(self.kept.result())
+        joined = None if self.kept is None else self.weights.merge(self.kept.result())
         self.clear()
         return joined
 
     def clear(self) -> None:
         self.kept = self.pending = None
-        self.losses, self.counts, self.targets = [], [], ()
+        self.losses, self.targets = [], ()

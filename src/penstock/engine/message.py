@@ -171,7 +171,7 @@ def input_edges(messages: Sequence[Message]) -> list[list[GradientEdge]]:
 def backward_inputs(edges: Sequence[Sequence[GradientEdge]], grads: Sequence[Grads], factor: float | None) -> None:
     """Continue the backward into the caller's graph: gradients of micro-batches go to the mini-batch's tensors."""
     pairs = [
-        (edge, grad if factor is None else grad * factor)
+        (edge, grad if factor in (None, 1.0) else grad * factor)
         for of_microbatch, row in zip(edges, grads, strict=True)
         for edge, grad in zip(of_microbatch, row, strict=True)
         if grad is not None

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.message import PLAIN_TYPES, Message, flatten, overlapping_leaves, unflatten
+from penstock.engine.message import PLAIN_TYPES, Message, flatten, meta_of, overlapping_leaves, unflatten
 from penstock.errors import PlanError
+
+NUM_SAMPLED = 64  # elements of each tensor that ranks compare: most of an image, or of padded text, may be the same
+GOLDEN_RATIO = 0.6180339887498949
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,31 @@ def batch_size(value: Any, what: str) -> int | None:
             "sample one entry along dimension 0 of every tensor"
         )
     return sizes[0] if sizes else None
+
+
+def sample_values(value: Any, what: str) -> dict[str, str]:
+    """Shapes, dtypes and some elements of inputs or targets, as text by their names: different for other samples.
+
+    Leaves that are None were not given, and are left out. The elements are spread irregularly, because those at regular
+    distances may all be padding; they take one copy of a few bytes from the device.
+    """
+    leaves = [leaf.tensor if isinstance(leaf, Broadcast) else leaf for leaf in flatten(value)[0]]
+    metas = meta_of(Message(leaves, None, ())).leaves
+    given = [i for i, leaf in enumerate(leaves) if leaf is not None]
+    texts = {f"the number of values in the {what}": str(len(leaves))} if given else {}
+    for i in given:
+        leaf, name = leaves[i], f"value {i} of the {what}"
+        texts[name] = str(metas[i]) if isinstance(leaf, (Tensor, *PLAIN_TYPES)) else type(leaf).__name__
+        if not isinstance(leaf, Tensor) or type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            continue  # such as a DTensor, whose elements are not all here
+        dense = leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_meta and not leaf.is_quantized
+        if dense and leaf.numel():
+            last = leaf.numel() - 1
+            places = sorted({0, last, *(round(k * GOLDEN_RATIO % 1 * last) for k in range(NUM_SAMPLED))})
+            index = torch.unravel_index(torch.tensor(places, device="cpu"), leaf.shape)  # no copy of a strided tensor
+            elements = leaf.detach().as_subclass(Tensor)[index].flatten().tolist()
+            texts |= {f"element {at} of {name}": str(element) for at, element in zip(places, elements, strict=True)}
+    return texts
 
 
 def microbatch_sizes(batch: int, microbatches: int) -> tuple[int, ...]:

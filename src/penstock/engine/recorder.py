@@ -347,7 +347,6 @@ class StepRecorder:
             run.spans.append((name, begin, self.clock()))
 
     def run_program(self, runner: Runner) -> None:
-        """``runner.run``, recorded."""
         run = self.now
         assert run is not None
         # The calls are made for the first run, again for the second without measuring saved bytes, and then kept.

@@ -21,7 +21,6 @@ from penstock._torch import BatchNorm, fake_tensor_mode, unsafe_view
 from penstock.engine.forward_context import CallerContext
 from penstock.engine.message import MessageMeta, detach_outputs_per_edge, mark_shared, meta_of, unflatten
 from penstock.errors import PlanError, text_of
-from penstock.split.sample import CountedOutput
 
 
 class FakeStage:
@@ -115,8 +114,6 @@ class Propagation:
                 )
                 problem.stage = self.fake.stage
                 raise problem from error
-            if isinstance(output, CountedOutput):  # of the last stage
-                output = output.output
             parts, self.roots = detach_outputs_per_edge(output, num_targets)
             self.outgoing = [meta_of(part) for part in (mark_shared(parts, shared) if shared else parts)]
             return self.outgoing

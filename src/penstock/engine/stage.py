@@ -26,11 +26,13 @@ from torch.autograd.graph import GradientEdge, increment_version
 from penstock._torch import run_backward, unsafe_view
 from penstock.engine.forward_context import CallerContext, MicroBatch, forward_state
 from penstock.engine.loss import LossAndOutputs
+from penstock.engine.loss_terms import requiring_grad, with_graph
 from penstock.engine.message import (
     Grads,
     Message,
     detach_outputs,
     detach_outputs_per_edge,
+    detach_tensors,
     mark_shared,
     split_grads,
     unflatten,
@@ -165,6 +167,7 @@ class StageEngine:
             or slot.offload_next
             or spec is not None
             or shared
+            or (self.loss is not None and self.loss.needs_graph and not torch.is_grad_enabled())
         ):
             self._forward(microbatch, message, slot)
             return
@@ -316,9 +319,15 @@ class StageEngine:
             forward_state.microbatch = slot.saved.microbatch
         else:
             forward_state.microbatch = self.microbatches[microbatch] if self.microbatches else None
+        loss = self.loss
         try:
+            if loss is not None and loss.needs_graph and not torch.is_grad_enabled():
+                with with_graph():
+                    value = requiring_grad(value)
+                    output = self.module(value) if self.num_sources == 1 else self.module(*value)
+                    return detach_tensors(loss(microbatch, output))
             output = self.module(value) if self.num_sources == 1 else self.module(*value)
-            return output if self.loss is None else self.loss(microbatch, output)
+            return output if loss is None else loss(microbatch, output)
         finally:
             forward_state.microbatch = None
 

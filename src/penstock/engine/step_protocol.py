@@ -5,6 +5,9 @@ new (other sizes, shapes, dtypes or modes), its `StepHeader` follows, and the ra
 edge: forward down the stages, gradients back up. In a dynamic pipeline they do not: there every message describes
 itself, and a kind is the micro-batches' sizes alone.
 
+Ranks of a pipeline that are given different mini-batches would train on the inputs of one with the targets of another.
+For each new kind, and in some of the other steps, they compare a sample of what they were given.
+
 A rank that was given inputs or targets that another rank needs sends them there. Which rank sends the targets of a kind
 of mini-batch is agreed on when it comes for the first time. Inputs are asked for in each step.
 """
@@ -21,7 +24,7 @@ from torch import Tensor
 from penstock.engine.channel.control import ControlChannel
 from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.message import Message, MessageMeta, flatten, meta_of, unflatten
-from penstock.engine.microbatch import Broadcast
+from penstock.engine.microbatch import Broadcast, sample_values
 from penstock.engine.runner import LRUCache
 from penstock.engine.shapes import FakeStage, Propagation
 from penstock.engine.stage import StageEngine
@@ -29,13 +32,17 @@ from penstock.errors import PlanError
 from penstock.schedule.schedule import Edge
 from penstock.split.plan import Plan
 
-REJECTED, KNOWN, NEW, EMPTY, QUERY_INPUTS, SEND_INPUTS = range(6)
+Given = tuple[Any, Any]  # the inputs and the targets that this rank was given; None: it was given none
+
+REJECTED, KNOWN, COMPARED, NEW, EMPTY, QUERY_INPUTS, SEND_INPUTS = range(7)  # COMPARED: known, and to be compared
 
 MAX_KINDS = 256  # kinds of mini-batch that each rank remembers: batches of ever new shapes must not pile up
 
+COMPARE_EVERY = 64  # mini-batches; before that, each whose number is a power of two: most mistakes show at once
+
 
 class StepRejected(Exception):
-    """The first rank could not make micro-batches of its input: nothing has begun."""
+    """The mini-batch cannot be run, which all ranks of the pipeline know: nothing has begun."""
 
 
 @dataclass
@@ -66,6 +73,7 @@ class StepProtocol:
 
     def __post_init__(self) -> None:
         self.count = 0  # of kinds so far, evicted ones included
+        self.num_announced = [0, 0]  # evaluations, and mini-batches with gradients
         self.headers: LRUCache[int, StepHeader] = LRUCache(MAX_KINDS)
         self.numbers: LRUCache[Hashable, int] = LRUCache(MAX_KINDS)
         self.others = [rank for rank in range(max(self.placement) + 1) if rank != self.rank]
@@ -76,22 +84,26 @@ class StepProtocol:
     # ── the first rank ───────────────────────────────────────────────────────────────────────────────────────
 
     def announce(
-        self, training: bool, sizes: tuple[int, ...], messages: Sequence[Message], targets: bool, caller_loss: bool
+        self, training: bool, sizes: tuple[int, ...], messages: Sequence[Message], given: Given, caller_loss: bool
     ) -> StepHeader:
-        """Announce a mini-batch to the other ranks; ``targets``: whether this rank was given any."""
+        """Announce a mini-batch to the other ranks."""
         context = caller_context()
         if not sizes:
             self.send_all([EMPTY, 0])
             return StepHeader(-1, training, context, (), ())
         metas = [] if self.dynamic else [meta_of(m if training else m._replace(wants=())) for m in messages]
-        key: tuple[Hashable, ...] = (training, caller_loss, context, sizes, targets)
+        key: tuple[Hashable, ...] = (training, caller_loss, context, sizes, given[1] is not None)
         if not self.dynamic:
             requires_grad = (parameter.requires_grad for parameter in self.parameters)
             modes = (module.training for module in self.modules)
             key += (*metas, *requires_grad, *modes, torch.get_default_dtype())
+        self.num_announced[training] = announced = self.num_announced[training] + 1
         if key in self.numbers:
             number = self.numbers[key]
-            self.send_all([KNOWN, number])
+            compared = announced % COMPARE_EVERY == 0 or (announced < COMPARE_EVERY and announced.bit_count() == 1)
+            self.send_all([COMPARED if compared else KNOWN, number])
+            if compared:
+                self._compare(given)
             return self.headers[number]
         distinct = list(dict.fromkeys(metas))
         kinds = tuple(distinct.index(meta) for meta in metas)
@@ -100,7 +112,7 @@ class StepProtocol:
         self.send_all([NEW, header.number])
         for rank in self.others:
             self.control.send(rank, header)
-        self._complete(header, distinct, targets)
+        self._complete(header, distinct, given)
         self.numbers[key] = header.number
         return header
 
@@ -122,9 +134,9 @@ class StepProtocol:
 
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 
-    def receive(self, training: bool, inputs: Any, targets: bool, caller_loss: bool) -> StepHeader:
+    def receive(self, training: bool, given: Given, caller_loss: bool) -> StepHeader:
         """Wait for the first rank's announcement, and send it this rank's inputs if it asks for them."""
-        first, context = self.placement[0], caller_context()
+        first, context, inputs = self.placement[0], caller_context(), given[0]
         code, number = (int(x) for x in self.control.recv_row(first, 2))
         while code in (QUERY_INPUTS, SEND_INPUTS):
             if code == QUERY_INPUTS:
@@ -146,7 +158,9 @@ class StepProtocol:
         if header.context != context:
             raise PlanError(f"the first rank runs under {header.context}, but this rank under {context}")
         if code == NEW:
-            self._complete(header, None, targets)
+            self._complete(header, None, given)
+        elif code == COMPARED:
+            self._compare(given)
         return header
 
     # ── all ranks ────────────────────────────────────────────────────────────────────────────────────────────
@@ -162,10 +176,29 @@ class StepProtocol:
                 return received if targets is None else targets
         return targets
 
-    def _complete(self, header: StepHeader, inputs: list[MessageMeta] | None, has_targets: bool) -> None:
+    def _compare(self, given: Given) -> list[bool]:
+        """Reject the mini-batch on all ranks if they were given different ones; returns which ranks have targets."""
+        sample = sample_values(given[0], "inputs") | sample_values(given[1], "targets")
+        everyone = self.control.gather((given[1] is not None, sample))
+        known: dict[str, tuple[int, str]] = {}
+        for rank, (_, texts) in zip(self.control.ranks, everyone, strict=True):
+            for name, text in texts.items():
+                other, expected = known.setdefault(name, (rank, text))
+                if text != expected:
+                    raise StepRejected(
+                        f"ranks {other} and {rank} of one pipeline were given different mini-batches: {name} is "
+                        f"{expected} on rank {other}, but {text} on rank {rank}. All ranks of a pipeline need the same "
+                        "mini-batch, or None for what their stages do not use. A DistributedSampler over all processes "
+                        "and transformers.Trainer give each process samples of its own, and so does a dataset that "
+                        "draws random numbers in each process: use ps.DataLoader(…, pipe=pipe), with num_workers=1 if "
+                        "it draws; or DistributedSampler(…, num_replicas=mesh.data, rank=mesh.data_rank)"
+                    )
+        return [has for has, _ in everyone]
+
+    def _complete(self, header: StepHeader, inputs: list[MessageMeta] | None, given: Given) -> None:
         """Fill in the header of a new kind, together with the other ranks."""
-        everyone, last = self.control.gather(has_targets), self.placement[-1]
-        having = [rank for rank, has in enumerate(everyone) if has]
+        last = self.placement[-1]
+        having = [rank for rank, has in enumerate(self._compare(given)) if has]
         header.targets_rank = last if last in having else next(iter(having), None)
         if not self.dynamic:
             self._infer(header, inputs)

@@ -22,7 +22,8 @@ from penstock.engine.channel.local import Cancelled, LocalChannel, LockstepChann
 from penstock.engine.executor import Executor, PipelineCall, apply_call, suspended_grad_hooks, with_training_modes
 from penstock.engine.failure.status import HangDetector, HangLimits, check_threads, thread_status
 from penstock.engine.forward_context import CallerContext, caller_context
-from penstock.engine.loss import LossAndOutputs, ModelLoss, Outputs, StepOutcome, check_joinable
+from penstock.engine.loss import LossAndOutputs, Outputs, StepOutcome, check_joinable
+from penstock.engine.loss_terms import LossWeights
 from penstock.engine.message import BorrowedInputs, Grads, Message, backward_inputs, input_edges, split_grads, unflatten
 from penstock.engine.microbatch import join, split_inputs, split_targets
 from penstock.engine.recompute.batchnorm import commit_statistics, deferred_statistics_of
@@ -348,7 +349,7 @@ class _StreamedBatch:
 
     def __init__(self, executor: ThreadExecutor, value: Any) -> None:
         self.executor = executor
-        self.model_loss = ModelLoss(())
+        self.loss_weights = LossWeights(())
         sizes, messages = split_inputs(value, executor.source.count, executor.first_device)
         programs = lower(executor.source.forward_only(len(sizes)), executor.edges)
         inputs = [message.detached()._replace(wants=()) for message in messages]
@@ -363,7 +364,7 @@ class _StreamedBatch:
             begin_run(own, context, len(sizes), run_name)
             if executor.placement[-1] == rank:
                 executor.loss.begin(sizes, None, None)
-                self.model_loss = executor.loss.model_loss
+                self.loss_weights = executor.loss.weights
             with commit_statistics(deferred_statistics_of({stage.index: stage for stage in own})):
                 task()
 
@@ -373,7 +374,7 @@ class _StreamedBatch:
     def outputs(self) -> Any:
         self.executor.wait(self.program, self.report)
         messages = [message for message in self.program.io.outputs or () if message is not None]
-        return self.model_loss.merge(join([unflatten(message.leaves, message.spec) for message in messages]))
+        return self.loss_weights.merge(join([unflatten(message.leaves, message.spec) for message in messages]))
 
 
 class _ThreadCall(PipelineCall):
@@ -404,7 +405,7 @@ class _ThreadCall(PipelineCall):
             executor.loss.begin(self.sizes, None, None)
             program = executor.compile(self.halves[0], self.count, self.slots, io, lockstep=executor.lockstep)
             self.crosses_stages = executor.run(program, grad=True, run_name=self.run_name)
-            self.model_loss = executor.loss.model_loss
+            self.loss_weights = executor.loss.weights
         outputs = [message for message in io.outputs or () if message is not None]
         check_joinable([message.leaves for message in outputs], self.sizes)
         return outputs

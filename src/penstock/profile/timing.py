@@ -94,7 +94,6 @@ class ActionTimes(NamedTuple):
     recompute: float
 
     def minus(self, other: ActionTimes) -> ActionTimes:
-        """The difference, at least 0."""
         return ActionTimes(*(max(0.0, round(a - b, 9)) for a, b in zip(self, other, strict=True)))
 
 

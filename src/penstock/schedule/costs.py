@@ -119,7 +119,6 @@ class Costs:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Costs:
-        """The inverse of ``to_data``."""
 
         def read(value: Any) -> Any:
             if not isinstance(value, list | tuple):

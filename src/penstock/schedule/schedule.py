@@ -73,12 +73,10 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """The kinds of actions that occur."""
         return frozenset(action.kind for order in self.orders for action in order)
 
     @property
     def trains(self) -> bool:
-        """Whether the schedule has backward work."""
         return bool(self.kinds - {"F"})
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -235,7 +233,6 @@ Recompute = str | Sequence[str] | Mapping[int, str]
 
 
 def recompute_modes(recompute: Recompute, stages: int) -> tuple[str, ...]:
-    """The mode of each stage."""
     if isinstance(recompute, str):
         modes = [recompute] * stages
     elif isinstance(recompute, Mapping):

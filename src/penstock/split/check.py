@@ -9,7 +9,7 @@ Both runs start from the same state of parameters, buffers and random generators
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from penstock.errors import PlanError
 from penstock.split.sample import (
     accelerators_of,
     backward_roots,
-    model_output,
     named_leaves,
     preserve_state,
     sample_arguments,
@@ -102,6 +101,38 @@ def check_stages(
     return CheckReport(len(stages), len(expected.outputs), len(expected.buffers), len(expected.gradients))
 
 
+def compare_outputs(
+    model: nn.Module,
+    whole: Callable[..., Any],
+    staged: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> str | None:
+    """Run the model whole and in stages without a graph: the first difference of their outputs, or None.
+
+    Both start from the same state and leave it unchanged. None also if one of them fails: the pipeline will tell.
+    """
+    found: list[dict[str, Any]] = []
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    accelerators = {device for device in devices if device.type != "cpu"}
+    with torch.no_grad(), preserve_state(model, accelerators) as reset:
+        for call in (whole, staged):
+            given = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, (args, dict(kwargs)))
+            with temporary_copies(model.buffers()):
+                try:
+                    found.append(dict(named_leaves(call(*given[0], **given[1]), "output")))
+                except Exception:
+                    return None
+            reset()
+    for path in dict.fromkeys((*found[0], *found[1])):
+        if path not in found[0] or path not in found[1]:
+            return f"{path} {'is missing' if path in found[0] else 'is not there in the whole model'}"
+        # Kernels may add in another order from one run to the next: the difference of a wrong value is larger.
+        if detail := _difference(found[0][path], found[1][path], rtol=1e-2, atol=1e-4):
+            return f"{path} {detail}"
+    return None
+
+
 @dataclass(frozen=True)
 class _RunValues:
     outputs: dict[str, Any]
@@ -120,7 +151,7 @@ def _run(call: Callable[..., Any], args: Any, kwargs: Any, holders: Sequence[nn.
     # Clones, since a leaf that requires a gradient may not be modified in place.
     args, kwargs = pytree.tree_unflatten([v.clone() if isinstance(v, Tensor) else v for v in inputs], structure)
     with temporary_copies(t for holder in holders for t in (*holder.parameters(), *holder.buffers())):
-        output = model_output(call(*args, **kwargs))
+        output = call(*args, **kwargs)
         outputs = {
             path: v.detach().clone() if isinstance(v, Tensor) else v for path, v in named_leaves(output, "output")
         }

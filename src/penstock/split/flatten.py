@@ -59,8 +59,6 @@ class _Branch(nn.Module):
 
 
 class _Function(nn.Module):
-    """A function as a layer."""
-
     def __init__(self, fn: Callable[[Any], Any]) -> None:
         super().__init__()
         self._fn = fn

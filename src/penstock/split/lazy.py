@@ -128,15 +128,25 @@ def build(module: nn.Module) -> nn.Module:
 
 def members(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers of a module under every name; of a lazy layer, those that it will have."""
-    for path, part in module.named_modules(prefix=prefix, remove_duplicate=False):
-        if isinstance(part, Lazy):
-            outline = part.outline()
-            if outline is not None:
-                yield from members(outline, path)
-            continue
+    for path, part in _modules(module, prefix):
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None:
                 yield f"{path}.{name}" if path else name, tensor
+
+
+def signature(model: nn.Module) -> dict[str, str]:
+    """The class of each module, and dtype and shape of each parameter and buffer: the same before and after a build."""
+    parts = {f"module {path!r}": f"{type(part).__module__}.{type(part).__qualname__}" for path, part in _modules(model)}
+    return parts | {f"{name!r}": f"{tensor.dtype}{list(tensor.shape)}" for name, tensor in members(model, "")}
+
+
+def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module and its submodules under every name; a lazy layer as on the meta device, if it can be built there."""
+    for path, part in module.named_modules(prefix=prefix, remove_duplicate=False):
+        if not isinstance(part, Lazy):
+            yield path, part
+        elif (outline := part.outline()) is not None:
+            yield from _modules(outline, path)
 
 
 @contextmanager

@@ -19,10 +19,10 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -31,7 +31,7 @@ from penstock.errors import PlanError, did_you_mean
 from penstock.format import format_table
 from penstock.split.check import CheckReport, check_stages
 from penstock.split.flatten import is_plain_sequential
-from penstock.split.lazy import build, members
+from penstock.split.lazy import build, members, signature
 
 FORMAT = 1
 
@@ -56,6 +56,13 @@ class LayerChain(ABC):
     """JSON data from which the front end ``recipe["front"]`` rebuilds the same chain for the same model."""
     fixed: Mapping[str, Any] = MappingProxyType({})
     """Arguments that the stages always pass to the model."""
+    verify = False
+    """Whether a pipeline compares the stages with the whole model on the first micro-batch of a new shape."""
+
+    @cached_property
+    def signature(self) -> Mapping[str, str]:
+        """The model's modules, parameters and buffers, as they were before the first pipeline built its stages."""
+        return signature(self.model)
 
     @abstractmethod
     def members(self, layer: str) -> Iterable[tuple[str, Tensor]]:
@@ -80,6 +87,13 @@ class LayerChain(ABC):
     def devices(self) -> Mapping[str, str]:
         """The devices that the user gave to layers."""
         return {}
+
+
+class Arguments(NamedTuple):
+    """The arguments of one call of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

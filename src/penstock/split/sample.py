@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -17,19 +17,6 @@ from penstock._torch import DisableTorchFunction
 from penstock.errors import PlanError
 from penstock.split.flatten import is_plain_sequential
 from penstock.split.lazy import Lazy
-
-
-@dataclass(frozen=True)
-class CountedOutput:
-    """The output of the last stage when the model computes its own loss.
-
-    ``count`` is a 0-d tensor: the number of elements that the loss was averaged over (labels that are not ignored). The
-    loss of the mini-batch is the mean of the micro-batch losses weighted by it. With ``count=None`` the losses are
-    added: the model divided a sum by a number that was given for the whole mini-batch.
-    """
-
-    output: Any
-    count: Tensor | None
 
 
 def sample_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -66,11 +53,6 @@ def _accepts(model: nn.Module, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def model_output(output: Any) -> Any:
-    """The model's output from the last stage's output, which may come with a loss count."""
-    return output.output if isinstance(output, CountedOutput) else output
-
-
 def named_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The leaves of a nested value with their paths: ``output['logits']``, ``output[0].state``."""
     if isinstance(value, Mapping):
@@ -89,7 +71,6 @@ def named_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def backward_roots(output: Any) -> list[Tensor]:
     """The tensors that backward starts from: the loss if the output has one, else all that require a gradient."""
-    output = model_output(output)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     candidates = [loss] if isinstance(loss, Tensor) else [leaf for _, leaf in named_leaves(output, "output")]
     return [leaf for leaf in candidates if isinstance(leaf, Tensor) and leaf.requires_grad]

@@ -87,6 +87,12 @@ def build(
     device_of = _devices(plan, options, mesh, source)
     own = [s for s, rank in enumerate(source.placement) if mesh is None or rank == mesh.pipe_rank]
     placed = plan.placed(source.placement, device_of)
+    config: dict[str, Any] = {}
+    if mesh is not None:  # before stages are built, which changes modules of this rank alone
+        names = ("seed", "accumulate", "batchnorm", "dynamic", "microbatch_size")
+        shared = {"mesh": mesh.sizes, **{name: getattr(options, name) for name in names}}  # the same on every rank
+        shared |= {"timeout": options.limits, "parallelize": options.parallelize is not None}
+        config = pipeline_config(placed, source, shared)
     modules = {s: plan.stage_module(s) for s in own}
     for s, module in modules.items():
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -97,17 +103,13 @@ def build(
     weights = host_weights(modules, device_of) if offload is not None and offload.weights else None
     materialise(modules, device_of, options.init, copies, weights)
     fqn, parallel = FqnMap(), dict[int, ParallelizedStage]()
-    if mesh is not None:
-        assert rendezvous is not None
-        names = ("seed", "accumulate", "batchnorm", "dynamic", "microbatch_size")
-        shared = {"mesh": mesh.sizes, **{name: getattr(options, name) for name in names}}  # the same on every rank
-        shared |= {"timeout": options.limits, "parallelize": options.parallelize is not None}
-        if options.parallelize is not None:
-            from penstock.train.parallelize import parallelize_stages  # FSDP takes seconds to import
+    if mesh is not None and options.parallelize is not None:
+        from penstock.train.parallelize import parallelize_stages  # FSDP takes seconds to import
 
-            rendezvous.compare(pipeline_config(placed, source, shared))
-            fqn = FqnMap(plan.require_chain().model)
-            parallel = parallelize_stages(modules, mesh, options, plan.ties, copies, fqn)
+        assert rendezvous is not None
+        rendezvous.compare(config)
+        fqn = FqnMap(plan.require_chain().model)
+        parallel = parallelize_stages(modules, mesh, options, plan.ties, copies, fqn)
     pool = HostBufferPool(offload.budget_bytes) if offload is not None and offload.activations else None
     first = 0 if mesh is None else mesh.data_rank * source.microbatches
     stages = []
@@ -140,7 +142,8 @@ def build(
         executor = ThreadExecutor(placed, stages, joined, copies, HangLimits(*options.limits), **gradients)
     else:
         assert rendezvous is not None
-        executor = DistributedExecutor(placed, stages, source, copies, mesh, rendezvous, shared, **gradients)
+        agreed = (mesh, rendezvous, config, options.limits, options.dynamic)
+        executor = DistributedExecutor(placed, stages, source, copies, *agreed, **gradients)
     return placed, source, modules, fqn, executor
 
 

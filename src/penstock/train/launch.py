@@ -205,7 +205,6 @@ _PORTS = range(12_000, 32_000)  # below Linux's range of ephemeral ports
 
 
 def is_slurm(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a SLURM task."""
     return "SLURM_PROCID" in environ and ("SLURM_STEP_NUM_TASKS" in environ or "SLURM_NTASKS" in environ)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import add
 from typing import Any
 
@@ -17,12 +18,15 @@ from penstock import _registry
 from penstock.engine.executor import Executor
 from penstock.engine.failure.watch import Rendezvous, digest
 from penstock.engine.loss import Outputs, StepOutcome, check_outputs
+from penstock.engine.message import flatten, unflatten
+from penstock.engine.microbatch import batch_size, leaf_to_device, microbatch_sizes, scatter
 from penstock.errors import PlanError
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Recompute, Schedule
 from penstock.schedule.search import auto
 from penstock.schedule.simulate import Prediction, simulate
-from penstock.split.plan import Plan
+from penstock.split.check import compare_outputs
+from penstock.split.plan import Arguments, Plan, run_stages
 from penstock.train.build import Devices, Options, build
 from penstock.train.mesh import Mesh
 from penstock.train.optimizer_offload import Offload, offload_optimizer, require_offloaded
@@ -70,6 +74,7 @@ class StepTotals:
         return self.idle / self.measured if self.measured else None
 
 
+MAX_VERIFIED = 16  # kinds of call whose stages are compared with the whole model
 MIN_SAVING = 0.01  # the fraction of a step that a new order must save
 
 
@@ -163,6 +168,7 @@ class Pipeline(PipelineState):
         self._executor: Executor = executor
         self._rendezvous = rendezvous
         self._traced: Any = None  # the last ``Trace``
+        self._verified: set[Any] = set()  # the kinds of call whose stages were compared with the whole model
         self.prediction: Prediction | None = None  # of what this pipeline was made from, such as a plan
         self._outputs = outputs
         self.last: StepResult | None = None  # the last step's result, without its outputs
@@ -224,7 +230,7 @@ class Pipeline(PipelineState):
         """
         executor = self._executor
         executor.check_idle()
-        value = self._chain.arguments(args, kwargs) if args or kwargs else None
+        value = self._bind(args, kwargs) if args or kwargs else None
         if torch.is_grad_enabled():
             return executor.call(value)
         with executor.weights_in_use():
@@ -240,7 +246,7 @@ class Pipeline(PipelineState):
         if not torch.is_grad_enabled():
             return self(*args, **kwargs)
         self._executor.check_idle()
-        return self._executor.forward(self._chain.arguments(args, kwargs) if args or kwargs else None)
+        return self._executor.forward(self._bind(args, kwargs) if args or kwargs else None)
 
     def _result(self, outcome: StepOutcome, start: float) -> StepResult:
         seconds = time.perf_counter() - start
@@ -252,9 +258,43 @@ class Pipeline(PipelineState):
         """The input of the first stage: from a tuple of positional arguments, a dict of keywords, or one value."""
         if inputs is None:
             return None
+        if isinstance(inputs, Arguments):
+            return self._bind(*inputs)
         if isinstance(inputs, Mapping):
-            return self._chain.arguments((), dict(inputs))
-        return self._chain.arguments(inputs if isinstance(inputs, tuple) else (inputs,), {})
+            return self._bind((), dict(inputs))
+        return self._bind(inputs if isinstance(inputs, tuple) else (inputs,), {})
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The input of the first stage. For a new kind of call of a traced model, its stages are verified first."""
+        if self._chain.verify and self.mesh is None and len(self._verified) < MAX_VERIFIED:
+            self._verify(args, kwargs)
+        return self._chain.arguments(args, kwargs)
+
+    def _verify(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the stages' outputs with the whole model's on the first micro-batch of a new kind of call."""
+        leaves, spec = flatten((args, kwargs))
+        kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
+        key = (repr(spec), kinds, self._model.training)
+        if key in self._verified:
+            return
+        self._verified.add(key)
+        tensors = (*self._model.parameters(), *self._model.buffers())
+        devices = {tensor.device for tensor in tensors}
+        size = batch_size((args, kwargs), "inputs")
+        if len(devices) != 1 or torch.device("meta") in devices or not size:
+            return
+        sizes = microbatch_sizes(size, self._source.count(size))
+        device = devices.pop()
+        leaves, _ = flatten(scatter((args, kwargs), sizes)[0])
+        first = unflatten([leaf_to_device(leaf, device) for leaf in leaves], spec)
+        whole = partial(self._model, **self._chain.fixed)
+        difference = compare_outputs(self._model, whole, lambda *a, **k: run_stages(self.plan, a, k), *first)
+        if difference is not None:
+            raise PlanError(
+                f"the {self.plan.num_stages} stages do not compute what the whole model computes, on the first "
+                f"micro-batch: {difference}. Cut the model another way: at other modules (cuts=…), between its blocks "
+                "(blocks=…), or at marks; ps.split(…, verify=False) leaves this comparison out"
+            )
 
     @property
     def has_first_stage(self) -> bool:

@@ -104,7 +104,6 @@ class _Loop:
             self.publish()
 
     def step(self) -> None:
-        """Count one step of the loop."""
         self.steps += 1
         if self.pipe is not None:
             self.pipeline_steps = self.pipe.step_totals.steps

@@ -206,7 +206,6 @@ def _to_float32(number: Any) -> float:
 
 
 def _invalid_state(state: Mapping[str, Any], least: float | None) -> str | None:
-    """An error text if the state is invalid."""
     missing = [name for name in _STATE_NAMES if name not in state]
     if missing:
         return (

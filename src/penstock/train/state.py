@@ -199,6 +199,21 @@ class PipelineState:
         if self._executor.loss is not None:
             self._executor.loss.scale = scale
 
+    @property
+    def steps(self) -> int:
+        """The number of training runs: of ``step``, ``forward``, and calls with gradients.
+
+        With ``seed=``, random numbers depend on it. It is not in ``state_dict()``, which has the model's own keys: save
+        it beside that, and set it on every rank when training is resumed.
+        """
+        return self._executor.num_runs["step"]
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        if not isinstance(steps, int) or steps < 0:
+            raise PlanError(f"pipe.steps is a number of steps, at least 0: got {steps!r}")
+        self._executor.num_runs["step"] = steps
+
     def max_over_ranks(self, number: float) -> float:
         """The maximum of a number over the ranks, on all of them. Every rank calls it."""
         self._executor.check_idle()

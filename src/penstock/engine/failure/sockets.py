@@ -35,7 +35,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
-from weakref import WeakSet, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -49,11 +49,15 @@ _creation_lock = threading.Lock()  # held while new sockets are identified
 
 
 class StoreClient:
-    """A connection to the store that is used by one thread only, with its socket if the store is a TCPStore."""
+    """A connection to the store that is used by one thread only, with its socket if the store is a TCPStore.
 
-    def __init__(self, store: Any, prefix: str) -> None:
-        connection, new = _new_sockets(store.clone)
-        self.store: Any = PrefixStore(prefix, connection)
+    Connections are kept for the next pipeline. Making one may take seconds: torch looks up the name of its peer.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._pid, self._server = os.getpid(), None
+        self._connection, new = _new_sockets(store.clone)
+        self.store: Any = None
         self._sock: socket.socket | None = None
         port = _store_port(store)
         for sock, local, remote in _sockets():
@@ -61,6 +65,13 @@ class StoreClient:
                 self._sock = sock.dup()
                 finalize(self, self._sock.close)
                 break
+
+    @classmethod
+    def open(cls, store: Any, prefix: str) -> StoreClient:
+        """A connection that was kept, or a new one."""
+        client = (_idle_clients.get(store) or [cls(store)]).pop()
+        client._server, client.store = store, PrefixStore(prefix, client._connection)
+        return client if client._pid == os.getpid() and not client.gone else cls.open(store, prefix)
 
     @property
     def gone(self) -> bool:
@@ -74,10 +85,18 @@ class StoreClient:
         if self._sock is not None:
             _shut_down(self._sock)
 
-    def close(self) -> None:
-        self.store = None
+    def close(self, *, keep: bool) -> None:
+        """Release the connection; ``keep`` it for the next pipeline if nothing has failed."""
+        server, self._server, self.store = self._server, None, None
+        if keep and server is not None:
+            _idle_clients.setdefault(server, []).append(self)
+            return
+        self._connection = None
         if self._sock is not None:
             self._sock.close()
+
+
+_idle_clients: WeakKeyDictionary[Any, list[StoreClient]] = WeakKeyDictionary()  # by the store of the process group
 
 
 class PipelineSockets:
@@ -88,7 +107,7 @@ class PipelineSockets:
         self.device, new = _new_sockets(dist.ProcessGroupGloo.create_default_device)
         self.address = next(local for local, remote in new if remote is None)  # on which the gloo device listens
         self.peer_addresses: set[Address] = set()  # of the peers' gloo devices
-        self._client = StoreClient(store, prefix)
+        self._client = StoreClient.open(store, prefix)
         self.store = self._client.store
         self.timeout = timedelta(minutes=30)  # of the groups, and of connecting them
         self.nccl: list[Any] = []
@@ -106,11 +125,11 @@ class PipelineSockets:
         abort_nccl(groups)
         self._client.shut_down()
 
-    def close(self) -> None:
+    def close(self, *, keep: bool) -> None:
         """Release the sockets; gloo closes its connections with the last reference to their groups."""
         self.nccl.clear()
         self.device = self.store = None
-        self._client.close()
+        self._client.close(keep=keep)
 
 
 _pipelines: WeakSet[PipelineSockets] = WeakSet()  # of this process

@@ -93,7 +93,7 @@ class Watch:
         self._on_sigint = self._raise_if_interrupted
         self._pid = os.getpid()
         # The thread has its own connection to the store: the main thread may block on the other one.
-        self._client = sockets.StoreClient(store, name)
+        self._client = sockets.StoreClient.open(store, name)
         self._thread_failures = FailureStore(self._client.store, ranks, rank)
         self._limits = status.HangLimits()
         self._detector = status.HangDetector(self.status, self._limits)
@@ -192,8 +192,9 @@ class Watch:
         if self._next_connection is not None:
             self._next_connection.close()
         del self._thread_failures, self._heartbeat  # a connection is closed with the last reference to its store
-        self.sockets.close()
-        self._client.close()
+        intact = self.cause is None and self.failures.known_since is None and not self._thread.is_alive()
+        self.sockets.close(keep=intact)
+        self._client.close(keep=intact)
         self.status.runner = None
 
     def on_exit(self, error: BaseException | None) -> None:
@@ -382,15 +383,23 @@ class Rendezvous:
             raise cause.error() from error
 
     def compare(self, config: Mapping[str, Any]) -> None:
-        """Wait for all ranks; raise if one does not arrive, or if its configuration differs from the first rank's."""
-        configs = self.gather(config)
-        for name, first in configs[0].items():
-            values = {self.ranks[r]: other.get(name) for r, other in enumerate(configs)}
-            differ = {rank: value for rank, value in values.items() if value != first}
+        """Wait for all ranks; raise if one does not arrive, or if its configuration differs from the first rank's.
+
+        Of a mapping in it only the digest is sent, unless it differs: then its first difference is named.
+        """
+        mappings = {name: value for name, value in config.items() if isinstance(value, Mapping)}
+        digests = {name: digest(str(sorted(value.items()))) for name, value in mappings.items()}
+        configs = self.gather({**config, **digests})
+        for name in dict.fromkeys(name for other in configs for name in other):
+            first, *_ = values = [other.get(name, "missing") for other in configs]
+            differ = {rank: value for rank, value in zip(self.ranks, values, strict=True) if value != first}
+            if differ and name in mappings:
+                self.compare(mappings[name])
             if differ:
                 raise PlanError(
                     f"the ranks were given different pipelines: {name} is {first} on rank {self.ranks[0]}, but "
                     + ", ".join(f"{value} on rank {rank}" for rank, value in differ.items())
+                    + ". Give every rank the same"
                 )
 
     def publish(self, value: Mapping[str, Any]) -> list[str]:
@@ -435,6 +444,7 @@ def pipeline_config(plan: Plan, source: ScheduleProvider, options: Mapping[str, 
         "torch": torch.__version__,
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "micro-batches": source.microbatches,
+        "model": plan.require_chain().signature,
         "plan": f"{plan.num_stages} stages ({digest(str(structure))})",
         "schedule": f"{schedule.name} ({digest(str(schedule))})",
         **{name: repr(value) for name, value in options.items()},

@@ -38,7 +38,6 @@ class CopyStreams:
         self._to_device = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def allocate_host(self, like: Tensor) -> Tensor:
-        """Host memory for a copy of ``like``."""
         layout = torch.empty_like(like, device="meta")  # dense, with the dimension order of ``like``
         return torch.empty_strided(layout.shape, layout.stride(), dtype=like.dtype, device="cpu", pin_memory=True)
 

@@ -90,8 +90,6 @@ class BufferGuard:
 
 @dataclass(slots=True, eq=False)
 class _BufferEntry:
-    """One buffer and its last saved value."""
-
     members: dict[str, Tensor | None]
     name: str
     path: str

@@ -7,7 +7,6 @@ callers need not distinguish.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
@@ -18,7 +17,6 @@ from penstock._torch import is_async_collective, unsafe_view
 from penstock.engine.message import flatten, unflatten
 from penstock.engine.replicas.fp32_accumulate import set_grad
 from penstock.errors import PlanError
-from penstock.split.sample import CountedOutput
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[Any]:
@@ -87,8 +85,6 @@ def keep_edges_plain(module: nn.Module, stage: int) -> None:
                 leaf.register_hook(_wait_collective)  # type: ignore[no-untyped-call]
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if isinstance(output, CountedOutput):
-            return replace(output, output=after(_, args, output.output))
         leaves, spec = flatten(output)
         for leaf in leaves:
             if is_dtensor(leaf):

@@ -450,7 +450,6 @@ class Findings:
 
     @property
     def best(self) -> str:
-        """The first advice."""
         return self.advice[0].text if self.advice else f"no change was found that saves {MIN_SAVING:.0%} or more"
 
 

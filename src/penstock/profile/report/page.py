@@ -93,7 +93,6 @@ _MEANINGS = {
 
 
 def page(findings: Findings) -> str:
-    """The whole page as HTML."""
     trace, schedule = findings.trace, findings.trace.schedule
     here = files("penstock.profile.report")
     kinds = ("html", "css", "words.js", "chart.js", "js")
@@ -284,7 +283,6 @@ def _plan(trace: TraceData) -> str:
 
 
 def _data(findings: Findings) -> dict[str, Any]:
-    """The data of the charts."""
     trace, simulation = findings.trace, findings.simulation
     shown = steps_shown(findings)
     simulated = {}

@@ -157,7 +157,6 @@ class TraceData:
                             yield TracedMessage(action, sent, target, part.track, there.track, wait)
 
     def step_bubble(self, step: StepRecord) -> float | None:
-        """The bubble of one step."""
         busy = total = 0.0
         for tracks in self.replicas.values():
             parts = step.of(tracks)
@@ -277,7 +276,6 @@ class TraceData:
             raise PlanError(f"{path} is not a saved trace: {type(error).__name__}: {error}") from error
 
     def to_data(self) -> dict[str, Any]:
-        """A dict for JSON."""
         orders = [" ".join(map(str, order)) for order in self.schedule.orders]
         return {
             "penstock_trace": FORMAT,
@@ -300,7 +298,6 @@ class TraceData:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Self:
-        """The inverse of ``to_data``."""
         if data["penstock_trace"] != FORMAT:
             raise PlanError(
                 f"trace format {data['penstock_trace']!r} cannot be read here: expected {FORMAT}. Read it with the "
@@ -383,7 +380,6 @@ class TraceData:
         return rows
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks."""
         return str(_registry.viz().trace_html(self))
 
 

@@ -112,11 +112,9 @@ class OpGraph:
 
     @property
     def encoded(self) -> Orders:
-        """The orders as op codes."""
         return [[self.ops[node] for node in order] for order in self.orders]
 
     def kind(self, node: int) -> int:
-        """The kind of the node's op."""
         return self.ops[node] // self.stages
 
     def _link(self, order: list[int], low: int, high: int) -> None:

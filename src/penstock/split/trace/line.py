@@ -78,6 +78,8 @@ def _check_sized(model: nn.Module) -> None:
 class TraceChain(LayerChain):
     """The layers of a model whose forward was traced."""
 
+    verify = True
+
     def __init__(self, model: nn.Module, how: CutPolicy) -> None:
         self.model = model
         self.how = how

@@ -19,6 +19,8 @@ __all__ = ["TrunkChain", "find_trunk", "trunk_chain"]
 class TrunkChain(LayerChain):
     """The blocks of a model's trunk. What comes before them goes with the first one, what comes after with the last."""
 
+    verify = True
+
     def __init__(self, model: nn.Module, blocks: str) -> None:
         self.model = model
         self._layout = Layout(model, blocks)

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 
@@ -52,7 +51,6 @@ class Phase(Enum):
     OVER = "the forward was left"
 
 
-_LOSSES = (F.cross_entropy, F.nll_loss)
 _DRAWN = "random numbers, drawn"
 
 
@@ -72,7 +70,6 @@ class Run(TorchFunctionMode):
         self.entered = entered
         self.sent: Any = None
         self.next = 0
-        self.counts: list[Tensor | None] = []
         self.grad = torch.is_grad_enabled()
         self.loops: Sequence[tuple[str, int, int]] = ()
         self.gave: dict[str, list[Any]] = {}
@@ -227,8 +224,6 @@ class Run(TorchFunctionMode):
             return self._undrawn(func, name, args, kwargs)
         if name in SHAPE_ONLY:
             return func(*args, **kwargs)
-        if func in _LOSSES and self.next == len(self.names):
-            self._count(*args, **kwargs)
         origin = self.blanks.origin(args[:1] if name in FIRST_ONLY else args[1:] if name == "new_tensor" else args)
         if origin is None and (not kwargs or (origin := self.blanks.origin(kwargs)) is None):
             return func(*args, **kwargs)
@@ -275,24 +270,3 @@ class Run(TorchFunctionMode):
                 break
             frame = frame.f_back
         return False
-
-    def _count(
-        self,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        **rest: Any,
-    ) -> None:
-        """Note what a loss is a mean over. None: it is no mean."""
-        if target.is_floating_point() or size_average is not None or reduce is not None:
-            return
-        if reduction != "mean":
-            self.counts.append(None)
-            return
-        with torch.no_grad():
-            kept = target != ignore_index
-            self.counts.append((kept if weight is None else weight[target.where(kept, 0)] * kept).sum())

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import PlanError
-from penstock.split.sample import CountedOutput
 from penstock.split.trunk.assembly import Assembly
 from penstock.split.trunk.blank import describe, tensors
 from penstock.split.trunk.layout import Layout
@@ -115,12 +114,12 @@ class TrunkStage(nn.Module):
                 )
             raise
         finally:
-            sent, counts = run.sent, run.counts
+            sent = run.sent
             run.phase, run.sent = Phase.OVER, None
             run.blanks.forget()
             assembly.forget()
         if last:
-            return _counted(output, counts, arguments)
+            return output
         if index > 0:
             return sent
         rest = [_for_stage(layout, arguments, stage == len(bounds) - 1) for stage in range(1, len(bounds))]
@@ -209,12 +208,3 @@ def _spread(layout: Layout, arguments: Mapping[str, Any]) -> tuple[list[Any], di
         elif name == starred:
             args.extend(kwargs.pop(name, ()))
     return args, kwargs
-
-
-def _counted(output: Any, counts: list[Tensor | None], arguments: Mapping[str, Any]) -> Any:
-    """The model's output, with what its loss is a mean over where it computed one."""
-    if len(counts) != 1:
-        return output
-    if counts[0] is None:
-        return CountedOutput(output, None) if arguments.get("num_items_in_batch") is not None else output
-    return CountedOutput(output, counts[0])

@@ -1,0 +1,236 @@
+"""A step with many micro-batches has the loss and gradients of a step with one, whatever its loss averages over."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import penstock as ps
+from tests.support.ranks import Ranks
+
+CLASSES, WIDTH, LENGTH = 5, 6, 4
+WEIGHT = torch.tensor([0.2, 1.0, 3.0, 0.5, 1.5])
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+def masked_mean(logits: Tensor, y: Tensor) -> Tensor:
+    kept = y != -100
+    return (logits.logsumexp(-1) * kept).sum() / kept.sum()
+
+
+LOSSES: dict[str, LossFn] = {  # of logits (tokens, classes) and labels, of which -100 are ignored
+    "cross-entropy": lambda logits, y: F.cross_entropy(logits, y),
+    "weighted": lambda logits, y: F.cross_entropy(logits, y, weight=WEIGHT),
+    "smoothed": lambda logits, y: F.cross_entropy(logits, y, label_smoothing=0.1),
+    "nll": lambda logits, y: F.nll_loss(logits.log_softmax(-1), y),
+    "summed": lambda logits, y: F.cross_entropy(logits, y, reduction="sum"),
+    "summed over its count": lambda logits, y: F.cross_entropy(logits, y, reduction="sum") / (y != -100).sum(),
+    "masked mean": masked_mean,
+    "selected": lambda logits, y: F.mse_loss(logits[y != -100], torch.ones_like(logits[y != -100])),
+    "mean of selected": lambda logits, y: logits[y != -100].square().mean(),
+    "mse": lambda logits, y: F.mse_loss(logits, torch.ones_like(logits)),
+    "bce": lambda logits, y: F.binary_cross_entropy_with_logits(logits, torch.ones_like(logits)),
+    "sum": lambda logits, y: -logits.square().sum(),
+    "sum over samples": lambda logits, y: logits.square().sum() / logits.shape[0],
+    "two alike": lambda logits, y: (F.cross_entropy(logits, y) + F.cross_entropy(2 * logits, y)) / 2,
+    "with a constant": lambda logits, y: 0.5 * F.cross_entropy(logits, y) + 0.25,
+}
+
+
+class OwnLoss(nn.Module):
+    """A model that computes its loss, as a scalar or beside its logits."""
+
+    def __init__(self, loss: LossFn, scalar: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.loss, self.scalar = loss, scalar
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        logits = self.head(x)
+        loss = self.loss(logits.flatten(0, 1), labels.flatten())
+        return loss if self.scalar else {"loss": loss, "logits": logits}
+
+
+def front_ends(kind: str, loss: LossFn) -> tuple[nn.Module, ps.Plan, Any]:
+    """A model, its plan, and its ``loss_fn``."""
+    torch.manual_seed(0)
+    if kind == "sequential":
+        model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+        return model, ps.split(model, stages=2), lambda out, y: loss(out.flatten(0, 1), y.flatten())
+    model = OwnLoss(loss, scalar=kind == "scalar")
+    how = {"blocks": "layers"} if kind == "blocks" else {"cuts": ["layers.1"]}
+    return model, ps.split(model, stages=2, **how), None  # type: ignore[arg-type]
+
+
+def batch(ignored: list[bool]) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(len(ignored))
+    samples = len(ignored) // LENGTH
+    x = torch.randn(samples, LENGTH, WIDTH, generator=generator)
+    y = torch.randint(CLASSES, (samples, LENGTH), generator=generator)
+    return x, y.masked_fill(torch.tensor(ignored).view(samples, LENGTH), -100)
+
+
+def plain(model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    model = copy.deepcopy(model)
+    output = model(x) if loss_fn else model(x, y)
+    loss = loss_fn(output, y) if loss_fn else output if isinstance(output, Tensor) else output["loss"]
+    loss.backward()
+    return loss.detach(), [parameter.grad for parameter in model.parameters()]
+
+
+def check(kind: str, name: str, ignored: list[bool], microbatches: int, schedule: str) -> None:
+    model, plan, loss_fn = front_ends(kind, LOSSES[name])
+    x, y = batch(ignored)
+    loss, gradients = plain(model, loss_fn, x, y)
+    given = (x, y) if loss_fn is None else x
+    targets = None if loss_fn is None else y
+    with ps.Pipeline(plan, loss_fn, microbatches=microbatches, schedule=schedule) as pipe:
+        result = pipe.step(given, targets)
+        torch.testing.assert_close(result.loss, loss)
+        torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients)
+        torch.testing.assert_close(pipe.evaluate(given, targets).loss, loss)
+        if loss_fn is None:
+            for inference in (torch.no_grad, torch.inference_mode):
+                with inference():
+                    output = pipe(x, y)
+                torch.testing.assert_close(output if isinstance(output, Tensor) else output["loss"], loss)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, str, list[bool], int, str]:
+    samples = draw(st.integers(2, 7))
+    ignored = draw(st.lists(st.booleans(), min_size=samples * LENGTH, max_size=samples * LENGTH))
+    ignored[draw(st.integers(0, len(ignored) - 1))] = False  # a mean over nothing is not a number, plainly too
+    kind = draw(st.sampled_from(["sequential", "scalar", "entry", "blocks"]))
+    name, schedule = draw(st.sampled_from(sorted(LOSSES))), draw(st.sampled_from(["1f1b", "gpipe", "zb_h1"]))
+    return kind, name, ignored, draw(st.integers(1, samples)), schedule
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(case=cases())
+def test_many_micro_batches_are_as_one(case: tuple[str, str, list[bool], int, str]) -> None:
+    check(*case)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "scalar", "blocks"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_micro_batch_without_counted_targets(kind: str, name: str) -> None:
+    """Its own mean is 0 / 0, and its gradients must not become NaN."""
+    check(kind, name, [True] * 2 * LENGTH + [False, True] * LENGTH, 2, "1f1b")
+
+
+def _on_rank(rank: int, data: int) -> None:
+    """Losses of all kinds under a mesh, where ranks learn the factor of their gradients from the last one."""
+    mesh = ps.Mesh(data=data, pipe=2, device="cpu")
+    ignored = [True, False, False, False] * 3 + [True] * 4 + [True, True, True, False] * 2
+    x, y = batch(ignored)
+    shares = [slice(0, 2), slice(2, 6)] if data == 2 else [slice(None)]
+    for name in LOSSES:
+        model, plan, _ = front_ends("entry", LOSSES[name])
+        loss, gradients = plain(model, None, x, y)
+        wanted = dict(zip(dict(model.named_parameters()), gradients, strict=True))
+        with ps.Pipeline(plan, microbatches=2, mesh=mesh, dynamic="selected" in name) as pipe:
+            rows = shares[mesh.data_rank]
+            result = pipe.step((x[rows], y[rows]))
+            torch.testing.assert_close(result.loss, loss, msg=lambda text, name=name: f"{name}: {text}")
+            for key, parameter in pipe.named_parameters():
+                torch.testing.assert_close(parameter.grad, wanted[key], msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_many_micro_batches_are_as_one_over_processes(data: int, two_ranks: Ranks, four_ranks: Ranks) -> None:
+    (two_ranks if data == 1 else four_ranks).check(_on_rank, data)
+
+
+# ── half precision ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["sequential", "scalar", "blocks"])
+@pytest.mark.parametrize("name", ["cross-entropy", "smoothed", "masked mean", "mse"])
+def test_half_precision_gradients_are_those_of_the_plain_model(kind: str, name: str, dtype: torch.dtype) -> None:
+    """The backward was once seeded with the sum of the losses, so that it rounded at another scale."""
+    ignored = [True, False, False, True, False, False, False, False] * 4
+    model, plan, loss_fn = front_ends(kind, LOSSES[name])
+    model.to(dtype)
+    x, y = batch(ignored)
+    x = x.to(dtype)
+    given, targets = ((x, y), None) if loss_fn is None else (x, y)
+    loss, gradients = plain(model, loss_fn, x, y)
+    with ps.Pipeline(plan, loss_fn, microbatches=1) as pipe:
+        assert pipe.step(given, targets).loss.to(dtype) == loss
+    for parameter, grad in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, grad)
+    # Several micro-batches with equal counts, in a plain loop: each loss times its share.
+    model.zero_grad()
+    looped = copy.deepcopy(model)
+    for part, labels in zip(x.chunk(4), y.chunk(4), strict=True):
+        output = looped(part) if loss_fn else looped(part, labels)
+        loss = loss_fn(output, labels) if loss_fn else output if isinstance(output, Tensor) else output["loss"]
+        (loss * 0.25).backward()
+    with ps.Pipeline(plan, loss_fn, microbatches=4, schedule="1f1b") as pipe:
+        pipe.step(given, targets)
+    for parameter, other in zip(model.parameters(), looped.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+
+
+def test_a_scaled_half_precision_loss_overflows_where_the_plain_one_does() -> None:
+    model, plan, _ = front_ends("scalar", LOSSES["cross-entropy"])
+    model.half()
+    x, y = batch([False] * 8 * LENGTH)
+    reference = copy.deepcopy(model)
+    (reference(x.half(), y) * 2.0**12).backward()
+    with ps.Pipeline(plan, microbatches=1) as pipe:
+        ps.GradScaler(pipe, init_scale=2.0**12)
+        pipe.step((x.half(), y))
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+
+
+# ── refused ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_means_over_different_elements_are_refused() -> None:
+    """One weight per micro-batch cannot be right for both of its terms."""
+
+    def loss(logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y) + F.cross_entropy(logits, y.clamp(min=0))
+
+    model, plan, _ = front_ends("scalar", loss)
+    x, y = batch([True, False, False, False] * 2 + [False] * 8)
+    with ps.Pipeline(plan, microbatches=2) as pipe, pytest.raises(ps.PlanError, match=r"\[6\.0, 8\.0\] and, in its"):
+        pipe.step((x, y))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_sum_beside_a_mean_is_refused() -> None:
+    model, plan, _ = front_ends(
+        "scalar", lambda logits, y: F.cross_entropy(logits, y) + F.cross_entropy(logits, y, reduction="sum")
+    )
+    with ps.Pipeline(plan, microbatches=2) as pipe, pytest.raises(ps.PlanError, match="adds a sum over samples"):
+        pipe.step(batch([False] * 8))
+    assert model is plan.model
+
+
+def test_counts_that_change_between_accumulated_steps() -> None:
+    model, plan, _ = front_ends("scalar", LOSSES["cross-entropy"])
+    reference = copy.deepcopy(model)
+    with ps.Pipeline(plan, microbatches=2) as pipe:
+        for ignored in ([False] * 8, [True] * 3 + [False] * 5, [False] * 8):
+            x, y = batch(ignored)
+            pipe.step((x, y))
+            reference(x, y).backward()
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
