@@ -4,6 +4,9 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet -c constraints.txt
 READY := $(VENV)/.ready
 
+# Without bytecode files every process that a test starts would compile Penstock, and every run all tests.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo check test test-torch browser bench docs lint clean
 
 # What builds the package comes first: without isolation, pip builds it with what is in the environment.
@@ -25,9 +28,9 @@ check: lint
 	$(PY) -m pytest -n 2 --dist worksteal -q -m 'not processes and not slow and not cuda'
 
 # The report's page is tested in a browser; where none can be installed, those tests say that they were skipped. The site
-# is built by a test, too. Much of the time tests wait for processes: two at a time.
+# is built by a test, too. Tests that wait for processes leave the two cores idle: four at a time.
 test: lint browser $(VENV)/.docs
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 4 --dist loadfile
 
 # The fast tests with another torch, in an environment of its own: make test-torch VERSION=2.12.0. PyPI's wheel of torch
 # does not import without the CUDA packages that it depends on: about 3 GB are downloaded the first time.

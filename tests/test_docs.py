@@ -50,7 +50,9 @@ optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 """,
     "ps.plan(": """
 from functools import partial
+from penstock.profile import links
 ps.plan = partial(ps.plan, seconds=0.3, measure_seconds=0.1)  # not as long as by default
+links.ROUNDS = 8
 model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
 x, loss_fn = torch.randn(16, 8), F.mse_loss
 """,
@@ -137,6 +139,7 @@ def execute(code: str, prints: str | None, names: dict[str, Any]) -> None:
 def test_program(code: str, prints: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # the program's working directory
     names: dict[str, Any] = {"__name__": "docs"}
+    code = code.replace("seconds=2, measure_seconds=1", "seconds=0.3, measure_seconds=0.1")  # not as long as shown
     try:
         execute(code, prints, names)
     finally:
@@ -195,7 +198,7 @@ def test_commands(
             printed = capsys.readouterr()
             assert printed.out + printed.err == expected
         elif command.startswith("penstock plan --layers "):
-            assert main([*command.split()[1:], "--seconds", "0.5"]) == 0
+            assert main([*command.split()[1:], "--seconds", "0.2"]) == 0
         else:
             assert command.startswith(SHOWN), command
         if command.startswith("make "):

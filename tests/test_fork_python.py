@@ -56,18 +56,16 @@ def run_to_end(command: list[str], place: Path) -> tuple[int, str, str]:
 def test_output_and_exit_status_match_python(exit_kind: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(EXITS[exit_kind])
     (tmp_path / "beside.py").write_text("print(__name__)")
-    number = list(EXITS).index(exit_kind)
-    lines = COMMAND_LINES[number % 4], COMMAND_LINES[(number + 1) % 4]
-    commands = [[word.replace("CODE", EXITS[exit_kind]) for word in line] for line in lines]
+    line = COMMAND_LINES[list(EXITS).index(exit_kind) % 4]
+    command = [word.replace("CODE", EXITS[exit_kind]) for word in line]
     with ThreadPoolExecutor() as pool:
-        starts = [start(*command) for command in commands for start in (python, forked_python)]
-        results = list(pool.map(lambda command: run_to_end(command, tmp_path), starts))
-    for line, expected, found in zip(lines, results[::2], results[1::2], strict=True):
-        if "-m" in line:  # the traceback contains runpy's frames
-            assert found[2].splitlines()[-1:] == expected[2].splitlines()[-1:]
-            assert found[:2] == expected[:2]
-        else:
-            assert found == expected
+        starts = [start(*command) for start in (python, forked_python)]
+        expected, found = pool.map(lambda command: run_to_end(command, tmp_path), starts)
+    if "-m" in line:  # the traceback contains runpy's frames
+        assert found[2].splitlines()[-1:] == expected[2].splitlines()[-1:]
+        assert found[:2] == expected[:2]
+    else:
+        assert found == expected
 
 
 def test_child_processes_have_torch_imported() -> None:

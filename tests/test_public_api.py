@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,17 @@ def test_names() -> None:
         assert getattr(getattr(penstock, name), "__name__", name) == name
     assert set(exported) <= set(dir(penstock))
     assert not hasattr(penstock, "no_such_name")
+
+
+def test_benchmarks_and_examples_use_names_that_exist() -> None:
+    root = Path(__file__).parents[1]
+    for file in (*root.glob("benchmarks/*.py"), *root.glob("examples/*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "penstock":
+                module = importlib.import_module(str(node.module))
+                assert all(hasattr(module, alias.name) for alias in node.names), (file, node.lineno)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "ps":
+                assert hasattr(penstock, node.attr), (file, node.lineno)
 
 
 def test_imports_are_lazy() -> None:

@@ -53,6 +53,16 @@ def missing(path: str) -> Any:
     return pytest.raises(PenstockError, match=rf"{path}, which torch {torch.__version__.split('+')[0]}")
 
 
+def test_saved_values_of_autograd_nodes() -> None:
+    x = torch.ones(4, 3, requires_grad=True)
+    loss = torch.nn.functional.nll_loss(x, torch.tensor([0, 1, -100, 2])).grad_fn
+    assert _torch.saved_value(loss, "target").tolist() == [0, 1, -100, 2]
+    assert (_torch.saved_value(loss, "reduction"), _torch.saved_value(loss, "weight")) == (1, None)
+    assert tuple(_torch.saved_value(x.mean().grad_fn, "self_sym_sizes")) == (4, 3)
+    assert _torch.saved_value((x.sum() / 2).grad_fn, "other") == 2
+    assert _torch.saved_value(x.mean().grad_fn, "no such value") is None
+
+
 def test_only_this_module_uses_private_apis_of_torch() -> None:
     root = Path(_torch.__file__).parent
     private = re.compile(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from itertools import product
 
 import pytest
 
@@ -74,16 +73,16 @@ def test_zero_bubble_shows_both_bubbles() -> None:
     assert "without" not in viz.to_text_lines(simulated("1f1b", 4, 8), 80)
 
 
-SIZES = [(1, 1), (2, 3), (4, 8), (4, 12), (4, 120), (12, 7), (16, 40)]
+SIZES = [(1, 1), (2, 3), (4, 12), (4, 120), (12, 7), (16, 20)]
 
 
 @pytest.mark.parametrize(("name", "v"), VARIANTS, ids=label)
 def test_chart_fits_the_width(name: str, v: int | None) -> None:
-    for (p, m), comm in product(SIZES, (0.0, 0.13)):
-        simulation = simulated(name, p, m, v, comm=comm)
-        for width in (60, 80, 133):
+    for number, (p, m) in enumerate(SIZES):
+        simulation = simulated(name, p, m, v, comm=0.13)
+        for width in (60, 80, 133) if (p, m) == (4, 120) else ((60, 80, 133)[number % 3],):
             text = viz.to_text_lines(simulation, width)
-            assert max(map(len, text.splitlines())) <= width, (p, m, comm, width)
+            assert max(map(len, text.splitlines())) <= width, (p, m, width)
             assert f"rank {p - 1}" in text
 
 

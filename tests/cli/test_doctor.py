@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from rich.console import Console
 
 from penstock.cli import doctor, main
 from penstock.cli.doctor import Finding, check_link, check_machine, check_network, check_versions
-from tests.support.programs import environment, forked_python, free_port, run
+from penstock.profile import links
+from tests.support.programs import environment, free_port, run_in_process
 from tests.support.ranks import run_ranks
 
 GIB = 1 << 30
@@ -117,8 +119,16 @@ def test_a_gpu() -> None:
 # For real ---------------------------------------------------------------------------------------------------
 
 
+def doctor_with_a_known_link() -> int:
+    """All but the measurement between two processes, which tests/profile/test_process_link.py runs."""
+    with mock.patch.object(doctor, "process_link", autospec=True, return_value=links.Link(1e-5, 1e9)) as measured:
+        code = main(["doctor", "--json"])
+    measured.assert_called_once()
+    return code
+
+
 def test_this_machine(tmp_path: Path) -> None:
-    done = run(forked_python("-m", "penstock", "doctor", "--json"), environment(), cwd=tmp_path)
+    done = run_in_process(doctor_with_a_known_link, env=environment(), cwd=tmp_path)
     assert done.stderr == ""
     found = json.loads(done.stdout)
     assert done.returncode == (not found["ok"])
@@ -128,7 +138,9 @@ def test_this_machine(tmp_path: Path) -> None:
 
 
 def found_by_ranks(rank: int) -> list[Finding]:
-    return doctor._of_all_ranks([*doctor._check_ranks(), Finding("warn" if rank == 2 else "ok", "cores", f"of {rank}")])
+    with mock.patch.object(links, "ROUNDS", 8):  # not as exact as by default
+        between = doctor._check_ranks()
+    return doctor._of_all_ranks([*between, Finding("warn" if rank == 2 else "ok", "cores", f"of {rank}")])
 
 
 def test_between_the_ranks_of_a_launcher() -> None:

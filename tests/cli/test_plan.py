@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import penstock as ps
 from penstock.cli import main
+from penstock.profile.costs import Link
 
 MODEL = """
 import torch
@@ -49,15 +51,21 @@ def test_a_function_that_gives_model_and_sample(
 
 
 @pytest.mark.slow
-def test_a_model_and_its_sample(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_and_its_sample(
+    models: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without ``--threads`` the ranks are processes, and the link between processes is measured."""
+    measured = mock.Mock(return_value=Link(1e-5, 1e9))
+    monkeypatch.setattr("penstock.profile.planner.plan.process_link", measured)
     words = ["plan", f"{models}:net", "--sample", f"{models}:sample", "--devices", "2", "--batch", "8"]
     assert main([*words, "--seconds", "0.2", "--measure", "0.1"]) == 0
     assert "micro-batch" in capsys.readouterr().out
+    measured.assert_called_once()
 
 
 @pytest.mark.slow
 def test_a_model_by_numbers_on_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--layers", "gpt:22b", "--hardware", "a100", "--devices", "64", "--tensor", "8", "--batch", "64"]
+    words = ["plan", "--layers", "gpt:22b", "--hardware", "a100", "--devices", "16", "--tensor", "8", "--batch", "16"]
     assert main([*words, "--seconds", "0.5"]) == 0
     text = capsys.readouterr().out
     assert "billion parameters" in text
@@ -92,7 +100,7 @@ def test_a_real_model_on_devices_that_are_not_here(models: str, capsys: pytest.C
         (["{models}", "--devices", "2"], 1, "must be MODULE:NAME"),
         (["{models}:number", "--devices", "2"], 1, "expected an nn.Module"),
         (["{models}:net", "--devices", "2"], 1, "no sample to measure it on"),
-        (["{models}:build", "--devices", "4", "--memory", "50B", "--measure", "0"], 1, "nothing fits the memory"),
+        (["{models}:build", "--devices", "4", "--memory", "50B", "--hardware", "v100"], 1, "nothing fits the memory"),
         (["--costs", "nowhere.json", "--devices", "2", "--batch", "4"], 1, "nowhere.json"),
         (["{models}:fails", "--devices", "2"], 1, "ValueError: on purpose (some_models.py, line 13)"),
         (["{models}:Takes", "--devices", "2"], 1, "failed when it was called without arguments: TypeError"),

@@ -48,7 +48,7 @@ def make(store: Any) -> Iterator[Callable[[], PipelineSockets]]:
 
     yield one
     for own in made:
-        own.close()
+        own.close(keep=False)
 
 
 def pair(make: Callable[[], PipelineSockets], name: str) -> tuple[list[PipelineSockets], list[Any]]:
@@ -158,7 +158,7 @@ def test_close_leaves_no_socket(make: Callable[[], PipelineSockets]) -> None:
     assert sockets() > before
     groups.clear()
     for own in ranks:
-        own.close()
+        own.close(keep=False)
     end = time.monotonic() + 10
     while sockets() > before and time.monotonic() < end:
         time.sleep(0.02)
@@ -167,12 +167,28 @@ def test_close_leaves_no_socket(make: Callable[[], PipelineSockets]) -> None:
 
 def test_a_lost_store_is_noticed_without_a_request() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = StoreClient(dist.PrefixStore("a", dist.PrefixStore("b", server)), "prefix")
+    client = StoreClient.open(dist.PrefixStore("a", dist.PrefixStore("b", server)), "prefix")
     client.store.set("key", "value")
     assert not client.gone
     client.shut_down()
     assert client.gone
-    client.close()
+    client.close(keep=False)
+
+
+def test_store_connections_are_reused_unless_they_were_shut_down() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = StoreClient.open(server, "first"), StoreClient.open(server, "second")
+    first.store.set("key", "of the first")
+    second.shut_down()
+    first.close(keep=True)
+    second.close(keep=True)
+    third, fourth = StoreClient.open(server, "third"), StoreClient.open(server, "fourth")
+    assert first in (third, fourth)
+    assert second not in (third, fourth)
+    assert not third.store.check(["key"])  # another prefix
+    third.close(keep=True)
+    other = StoreClient.open(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "another store")
+    assert other not in (first, third, fourth)
 
 
 # ── liveness ──────────────────────────────────────────────────────────────────────────────────────────────────────

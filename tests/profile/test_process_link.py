@@ -12,10 +12,12 @@ from torch import nn
 import penstock as ps
 from penstock.profile.costs import Link
 from penstock.profile.links import process_link
+from tests.support.fork_python import fork_python
 
 
 @pytest.mark.slow
-def test_messages_between_processes_take_time_and_are_copied() -> None:
+def test_messages_between_processes_take_time_and_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", fork_python())  # which has imported torch
     link = process_link("cpu", 2)
     assert 0 < link.latency < 1
     assert 0 < link.bandwidth < inf
@@ -38,9 +40,9 @@ def test_a_plan_for_replicas_has_the_link_between_processes(monkeypatch: pytest.
 
     monkeypatch.setattr("penstock.profile.planner.plan.process_link", slow)
     model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), torch.randn(4, 8)
-    planned = ps.plan(model, x, devices=2, replicas=True, seconds=0.1, measure_seconds=0)
+    planned = ps.plan(model, x, devices=2, replicas=True, seconds=0.1, measure_seconds=0.1)
     assert planned.seconds > 1e9
     assert asked == [(planned.devices[0], 2)] if planned.devices else False
-    fast = ps.plan(model, x, devices=2, replicas=True, link=Link(), seconds=0.1, measure_seconds=0)
+    fast = ps.plan(model, x, devices=2, replicas=True, link=Link(), seconds=0.1, measure_seconds=0.1)
     assert fast.seconds < 1
     assert len(asked) == 1

@@ -14,7 +14,6 @@ import penstock as ps
 from penstock.profile.trace.records import ActionRecord, RankRecord, StepRecord, Track, WaitRecord
 from penstock.schedule import build
 from tests.profile.test_trace import pipeline
-from tests.profile.test_trace_files import example
 from tests.support.browser import Browser, chromium
 from tests.support.models import batch, labels
 from tests.support.perfetto import Perfetto, perfetto
@@ -67,49 +66,36 @@ def arrows(trace: ps.Trace) -> Counter[tuple[object, ...]]:
 
 
 @pytest.mark.slow
-def test_a_run(viewer: Perfetto, tmp_path: Path) -> None:
+def test_a_run_of_two_replicas(viewer: Perfetto, tmp_path: Path) -> None:
+    """Perfetto once put the first rank of a second replica on its second rank's track: both were a process's first."""
     with pipeline(4, schedule="zbv") as pipe, pipe.trace() as trace:
         for _ in range(2):
             pipe.step(batch(), labels())
-    tracks = {(pid, tid): (name, count > 0) for pid, tid, name, count in opened(viewer, trace, tmp_path)}
+    steps = [replace(s, parts=(*s.parts, *(replace(p, track=p.track + 2) for p in s.parts))) for s in trace.steps]
+    both = replace(trace, tracks=(*trace.tracks, Track(2, 1, 0, "cpu"), Track(3, 1, 1, "cpu")), steps=tuple(steps))
+    tracks = {(pid, tid): (name, count > 0) for pid, tid, name, count in opened(viewer, both, tmp_path)}
     assert tracks == {
-        (1, 2): ("rank 0: stages 0, 3 on cpu", True),
-        (1, 3): ("rank 1: stages 1, 2 on cpu", True),
-        (1, 4): ("steps", True),
+        (1, 3): ("rank 0: stages 0, 3 on cpu", True),
+        (1, 4): ("rank 1: stages 1, 2 on cpu", True),
+        (1, 7): ("steps", True),
+        (2, 5): ("rank 2: stages 0, 3 on cpu", True),
+        (2, 6): ("rank 3: stages 1, 2 on cpu", True),
+        (2, 8): ("steps", True),
     }
-    expected = arrows(trace)
-    assert sum(expected.values()) == 2 * 2 * 3 * 4  # steps, ways, edges, micro-batches
-    assert Counter(map(tuple, viewer.query(ARROWS))) == expected
-    counters = viewer.query("select name, count(*) from counter join counter_track t on t.id = track_id group by 1")
-    assert [name for name, _ in counters] == ["memory saved of rank 0 bytes", "memory saved of rank 1 bytes"]
-    said = viewer.query("select name from slice where category = 'step' order by ts")
-    assert said == [["step 0"], ["step 1"]]
-
-
-@pytest.mark.slow
-def test_replicas_are_processes(viewer: Perfetto, tmp_path: Path) -> None:
-    """Perfetto once put the first rank of a second replica on its second rank's track: both were a process's first."""
-    trace = example()
-    parts = [*trace.steps[0].parts, *(replace(part, track=part.track + 2) for part in trace.steps[0].parts)]
-    tracks = (*trace.tracks, Track(2, 1, 0, "cpu"), Track(3, 1, 1, "cpu"))
-    both = replace(trace, tracks=tracks, steps=(replace(trace.steps[0], parts=tuple(parts)),))
-    assert opened(viewer, both, tmp_path) == [
-        [1, 3, "rank 0: stage 0 on cpu", 3],
-        [1, 4, "rank 1: stage 1 on cpu", 3],
-        [1, 7, "steps", 1],
-        [2, 5, "rank 2: stage 0 on cpu", 3],
-        [2, 6, "rank 3: stage 1 on cpu", 3],
-        [2, 8, "steps", 1],
-    ]
     assert viewer.query("select pid, name from process where name is not null order by 1") == [
         [1, "replica 0"],
         [2, "replica 1"],
     ]
-    assert Counter(map(tuple, viewer.query(ARROWS))) == arrows(both)
+    expected = arrows(both)
+    assert sum(expected.values()) == 2 * 2 * 2 * 3 * 4  # replicas, steps, ways, edges, micro-batches
+    assert Counter(map(tuple, viewer.query(ARROWS))) == expected
+    counters = viewer.query("select name, count(*) from counter join counter_track t on t.id = track_id group by 1")
+    assert [name for name, _ in counters] == [f"memory saved of rank {rank} bytes" for rank in range(4)]
+    said = viewer.query("select name from slice where category = 'step' order by ts")
+    assert said == [["step 0"], ["step 0"], ["step 1"], ["step 1"]]
 
 
-@pytest.mark.slow
-def test_no_gap_between_slices(viewer: Perfetto, tmp_path: Path) -> None:
+def test_slices_are_apart_or_nested(tmp_path: Path) -> None:
     """Of slices that overlap, Perfetto drops one: an hour on, where each begins at the nanosecond that ends another."""
     schedule = build("gpipe", 1, 400)
     actions, now = [], 3_600_000_000_001
@@ -120,4 +106,17 @@ def test_no_gap_between_slices(viewer: Perfetto, tmp_path: Path) -> None:
         now = end
     step = StepRecord(0, "step", (RankRecord(0, 3600.0, now / 1e9, tuple(actions)),))
     trace = ps.Trace(schedule, (), tracks=(Track(0, 0, 0, "cpu"),), steps=(step,))
-    assert [count for *_, count in opened(viewer, trace, tmp_path)] == [3 * 800, 1]
+    trace.chrome(tmp_path / "run.json")
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert sorted(Counter(event["tid"] for event in slices).values()) == [1, 3 * 800]
+    around: dict[int, list[int]] = {}  # by track, the ends of the slices around the current one
+    for event in slices:
+        begin, size = round(event["ts"] * 1000), round(event["dur"] * 1000)  # in ns, as Perfetto has them
+        ends = around.setdefault(event["tid"], [])
+        while ends and ends[-1] <= begin:
+            ends.pop()
+        assert size >= 0
+        assert not ends or event["cat"] == "wait", event
+        assert not ends or begin + size <= ends[-1], event
+        ends.append(begin + size)

@@ -304,7 +304,7 @@ def _local_inputs_done(i: Instruction, edges: Edges, schedule: Schedule, done: s
 def test_every_program_runs_to_its_end() -> None:
     for schedule in schedules(SIZES):
         edges = chain(schedule.num_stages)
-        for live_sends, depth, with_headers in product((1, 4), (1, 2), (False, True)):
+        for live_sends, depth, with_headers in ((1, 1, False), (1, 2, True), (4, 1, True), (4, 2, False)):  # all pairs
             programs = lower(schedule, depth=depth, live_sends=live_sends, with_headers=with_headers)
             run(schedule, programs, edges, with_headers=with_headers)
 

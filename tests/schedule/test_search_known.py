@@ -76,7 +76,7 @@ def test_gain_in_less_memory(cap: int, least: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "cap", "m"),
-    [("v1", 1.0, 4), ("v1", 2.0, 4), ("v1", 4.0, 6), ("loop2", 1.0, 4), ("loop2", 2.0, 4), ("V", 1.0, 4), ("V", 2, 3)],
+    [("v1", 1.0, 4), ("v1", 4.0, 6), ("loop2", 2.0, 4), ("V", 1.0, 4)],
 )
 def test_as_good_as_the_exact_solver(shape: str, cap: float, m: int) -> None:
     v, placement = (SHAPES | {"loop2": (2, loop(2, 2)), "V": (2, vee(2))})[shape]

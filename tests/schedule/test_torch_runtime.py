@@ -8,11 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from penstock.schedule.registry import build
 from penstock.schedule.text import to_csv
 from tests.support.fork_python import fork_python
 
-NAMES = ["gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "v_min"]
+NAMES = ["gpipe", "1f1b", "interleaved", "zb_h1"]
+if torch.__version__ >= "2.12":  # before, torch does not connect the ranks of a V over gloo
+    NAMES += ["zbv", "v_min"]
 RANKS, MICROBATCHES = 2, 4
 DEADLINE = 120  # seconds; it takes a few
 

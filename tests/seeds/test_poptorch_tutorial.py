@@ -161,7 +161,7 @@ def test_strategies_match_the_plain_model(names: dict[str, Any], cell: str, offl
 @pytest.mark.slow
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options take effect; accuracy is not tested, because only a few digits are used."""
-    monkeypatch.setattr("tests.seeds.vision.MNIST.__len__", lambda self: 800)
+    monkeypatch.setattr("tests.seeds.vision.MNIST.__len__", lambda self: 400)
     profile_folder = str(tmp_path / "pipeline_profile")
     few = ["--batch-size", "4", "--device-iterations", "4", "--test-batch-size", "2", "--epochs", "1"]
     for extra in (["--profile", "--profile-dir", profile_folder], ["--strategy", "sharded", "--offload-optimiser"]):

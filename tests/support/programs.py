@@ -29,6 +29,7 @@ __all__ = [
     "run_all",
     "run_commands",
     "run_in_process",
+    "start_command",
     "torchrun",
     "wait_until",
 ]
@@ -39,11 +40,11 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without a launcher's variables and without GPUs."""
+    """This process's environment without a launcher's variables and without GPUs, with a free port for torchrun."""
     kept = {k: v for k, v in os.environ.items() if k not in _LAUNCHED and not k.startswith(("SLURM_", "PENSTOCK_"))}
     paths = kept.get("PYTHONPATH", "").split(os.pathsep)
     kept["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths if path)
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", **variables}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "PET_MASTER_PORT": str(free_port()), **variables}
 
 
 def python(*arguments: object) -> list[str]:
@@ -108,6 +109,14 @@ def run_commands(
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run ``penstock`` command lines concurrently, in processes that have imported torch already: half the time."""
     return _processes([(main, ([str(word) for word in argv],)) for argv in argvs], env, cwd)
+
+
+def start_command(argv: Sequence[object], env: Mapping[str, str], cwd: Path) -> Any:
+    """Start a ``penstock`` command line in a process that has imported torch, without output; its ``Process``."""
+    null, words = Path(os.devnull), [str(word) for word in argv]
+    process = forkserver_context().Process(target=_call, args=(main, (words,), dict(env), cwd, null, null))
+    process.start()
+    return process
 
 
 def run_in_process(
