@@ -1,4 +1,7 @@
-"""``python -m benchmarks [NAME …] [--quick] [--out DIR]``: run benchmarks, print tables, write results as JSON."""
+"""``python -m benchmarks [NAME …] [--quick] [--out DIR]``: run benchmarks, print tables, write results as JSON.
+
+``python -m benchmarks zoo`` compares pipelines of third-party models with the plain models; see ``zoo.py``.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,10 @@ def targets_of(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["zoo"]:  # it has options of its own, and needs libraries that are not dependencies
+        from benchmarks import zoo
+
+        return zoo.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     listed = ", ".join(BENCHMARKS)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run: {listed} (default: all)")

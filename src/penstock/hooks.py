@@ -3,8 +3,8 @@
 Training scripts do not need them. Like the names of ``penstock`` itself they are public and documented.
 
 - ``tree_flatten``, ``tree_unflatten``: nested tuples, lists and dicts of tensors;
-- ``LayerChain``, ``chain_of``, ``marked_chain``, ``trunk_chain``, ``WholeModelChain``, ``build_plan``: from a model to
-  its layers, and from groups of layers to a ``Plan``;
+- ``LayerChain``, ``chain_of``, ``marked_chain``, ``WholeModelChain``, ``build_plan``: from a model to its layers, and
+  from groups of layers to a ``Plan``;
 - ``partition``: balanced groups of consecutive costs;  ``parse_bytes``: a size such as ``"16GiB"``;
 - ``cut_points``, ``begin_block_of``, ``remove_begin_block``, ``mentions_marks``, ``recorder``: the marks of a model;
 - ``Arguments``: the positional and the keyword arguments of one call, as the inputs of a step;
@@ -32,10 +32,9 @@ from penstock.split.balance import partition
 from penstock.split.marks import begin_block_of, cut_points, remove_begin_block
 from penstock.split.plan import Arguments, LayerChain, WholeModelChain, build_plan
 from penstock.split.skip import SkipError, SkipUseError, verify_skippables
+from penstock.split.trace.chain import marked_chain
 from penstock.split.trace.errors import mentions_marks
-from penstock.split.trace.line import marked_chain
 from penstock.split.trace.state import recorder
-from penstock.split.trunk.line import trunk_chain
 from penstock.train.optimizer_offload import is_offloaded
 from penstock.train.prefetch import Prefetcher
 from penstock.train.state import clip_grad_norm, grad_norm
@@ -44,6 +43,6 @@ __all__ = [
     "Arguments", "DeferredStatistics", "LayerChain", "Prefetcher", "SkipError", "SkipUseError", "WholeModelChain",
     "begin_block_of", "build_plan", "chain_of", "clip_grad_norm", "cut_points", "defer_weight_grad",
     "find_loss", "grad_norm", "is_checkpointing", "is_offloaded", "marked_chain", "mentions_marks", "parse_bytes",
-    "partition", "recorder", "remove_begin_block", "tree_flatten", "tree_unflatten", "trunk_chain",
+    "partition", "recorder", "remove_begin_block", "tree_flatten", "tree_unflatten",
     "verify_skippables",
 ]  # fmt: skip

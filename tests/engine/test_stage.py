@@ -35,7 +35,7 @@ class Told(nn.Module):
 
 def stage_of(module: nn.Module, microbatches: int = 4) -> StageEngine:
     engine = StageEngine(0, module, CPU)
-    begin_run([engine], caller_context(), microbatches, "step 1")
+    begin_run([engine], caller_context(), [None] * microbatches, "step 1")
     return engine
 
 
@@ -108,7 +108,7 @@ def test_a_last_stage_takes_the_fast_path_with_its_loss(monkeypatch: pytest.Monk
     module, x, y = Told(), torch.randn(2, 3), torch.randn(2, 3)
     loss = LossAndOutputs(loss_rule(F.mse_loss))
     engine = StageEngine(0, module, CPU, loss)
-    begin_run([engine], caller_context(), 3, "step 1")
+    begin_run([engine], caller_context(), [None] * 3, "step 1")
     slow = slow_forwards(engine, monkeypatch)
     loss.begin((2, 2, 2), [y, y, y], "all", training=True)
     for k in range(3):
@@ -151,10 +151,10 @@ def test_another_mode_is_looked_at_anew(change: str) -> None:
     assert module.is_leaf
     if change == "eval":
         module.eval()
-        begin_run([engine], caller_context(), 4, "step 2")
+        begin_run([engine], caller_context(), [None] * 4, "step 2")
     else:
         with torch.autocast("cpu", torch.bfloat16):
-            begin_run([engine], caller_context(), 4, "step 2")
+            begin_run([engine], caller_context(), [None] * 4, "step 2")
     for k in range(2):
         output, _ = pair(engine, slot, x)
         assert output.dtype is (torch.float32 if change == "eval" else torch.bfloat16)

@@ -18,8 +18,7 @@ from penstock.profile import timing
 from penstock.profile.costs import Crossing, ModelCosts, Overhead, Profile, SharedParameters
 from penstock.profile.measure import _kept_together, measure_costs
 from penstock.split import measure as split_measure
-from penstock.split.trunk.line import trunk_chain
-from tests.split.trunk_models import Usual
+from tests.split.block_models import Masked, chain_of_blocks
 from tests.support.models import assert_same, batch, labels, mlp, snapshot, stateful_model
 from tests.support.published import work_of
 
@@ -88,7 +87,8 @@ def test_frozen_parameters_buffers_and_ties() -> None:
 def test_a_value_that_several_layers_need_is_known_as_one() -> None:
     """The mask goes from the first block, where the embedding is, to all others."""
     x, mask = 4 * 6 * 8 * FLOAT, 4 * 6 * 6 * FLOAT
-    costs = measured(trunk_chain(Usual(), "blocks"), (torch.randint(16, (4, 6)), torch.ones(4, 6, 6)))
+    sample = torch.randint(16, (4, 6)), torch.ones(4, 6, 6)
+    costs = measured(chain_of_blocks(Masked(), *sample), sample)
     direct = [crossing for crossing in costs.crossings if crossing.src == 0]
     assert [crossing.dst for crossing in direct] == [1, 2, 3]
     assert all(mask in dict(crossing.values).values() for crossing in direct)

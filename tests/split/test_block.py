@@ -20,8 +20,8 @@ from penstock.split.marks import (
     groups_by_name,
 )
 from penstock.split.plan import build_plan, run_stages
-from penstock.split.trace.line import TraceChain, marked_chain, trace_chain
-from tests.split.trace_checks import assert_owned, assert_runs_as_plain, every_cut, untouched
+from penstock.split.trace.chain import marked_chain
+from tests.split.trace_checks import assert_owned, assert_runs_as_plain, chain_for, every_cut, untouched
 from tests.split.trace_models import BegunDigits, ConvLayer, DecoratedDigits, ScopedDigits, WithLoss
 
 IMAGES = torch.linspace(-1, 1, 3 * 28 * 28).reshape(3, 1, 28, 28)
@@ -31,33 +31,29 @@ X = torch.linspace(-1, 2, 24).reshape(4, 6)
 STYLES = {"scopes": ScopedDigits, "decorators": DecoratedDigits, "beginnings": BegunDigits}
 
 
-def line_of(model: nn.Module) -> TraceChain:
-    return trace_chain(model, stages=None, cuts=None)
-
-
 @pytest.mark.parametrize("style", STYLES)
 def test_each_style_of_annotation_gives_the_same_blocks(style: str) -> None:
     model = STYLES[style]()
     with untouched(model):
-        line = line_of(model)
-    assert line.layers == ("B1", "B2", "B3", "B4")
-    assert [sorted(name for name, _ in line.members(block)) for block in line.layers] == [
+        chain = chain_for(model)
+    assert chain.layers == ("B1", "B2", "B3", "B4")
+    assert [sorted(name for name, _ in chain.members(block)) for block in chain.layers] == [
         ["layer1.conv.bias", "layer1.conv.weight"],
         ["layer2.conv.bias", "layer2.conv.weight"],
         ["layer3.bias", "layer3.weight"],
         ["layer4.bias", "layer4.weight"],
     ]
-    for groups in every_cut(line):
-        assert_owned(build_plan(line, groups))
-        assert_runs_as_plain(build_plan(line, groups), IMAGES)
+    for groups in every_cut(chain):
+        assert_owned(build_plan(chain, groups))
+        assert_runs_as_plain(build_plan(chain, groups), IMAGES)
 
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_loss_is_computed_in_the_last_block_when_labels_are_given(style: str) -> None:
     model = WithLoss(STYLES[style]())
-    line = line_of(model)
+    chain = chain_for(model)
     for stages in (["B1", "B2", "B3", "B4"], [["B1", "B2"], ["B3", "B4"]], [Stage("B1", "B2", "B3"), Stage("B4")]):
-        plan = build_plan(line, groups_by_name(line, stages))
+        plan = build_plan(chain, groups_by_name(chain, stages))
         assert_owned(plan)
         assert_runs_as_plain(plan, IMAGES)
         assert_runs_as_plain(plan, IMAGES, LABELS)
@@ -73,7 +69,7 @@ def test_modules_within_one_block_stay_whole() -> None:
     model = DecoratedDigits()
     seen: list[str] = []
     model.layer2.register_forward_hook(lambda *_: seen.append("layer2"))
-    plan = build_plan(line_of(model), [("B1",), ("B2",), ("B3",), ("B4",)])
+    plan = build_plan(chain_for(model), [("B1",), ("B2",), ("B3",), ("B4",)])
     assert plan.stage_module(1).get_submodule("layer2") is model.layer2
     assert_runs_as_plain(plan, IMAGES)
     assert seen
@@ -96,14 +92,14 @@ def test_a_module_that_is_one_block_need_not_be_traceable() -> None:
             return self.d(self.c(self.b(self.a(x))))
 
     assert held(Chosen()) == {"one": {"a"}, "two": {"b"}, "three": {"c", "d"}}
-    line = line_of(Chosen())
-    assert_runs_as_plain(build_plan(line, [("one",), ("two",), ("three",)]), X)
+    chain = chain_for(Chosen())
+    assert_runs_as_plain(build_plan(chain, [("one",), ("two",), ("three",)]), X)
 
 
 def test_a_model_that_begins_a_block_itself() -> None:
-    line = line_of(BeginBlock(Loose(), "zero"))
-    assert line.layers == ("zero", "one", "two")
-    assert {name.split(".")[0] for name, _ in line.members("zero")} == {"a"}
+    chain = chain_for(BeginBlock(Loose(), "zero"))
+    assert chain.layers == ("zero", "one", "two")
+    assert {name.split(".")[0] for name, _ in chain.members("zero")} == {"a"}
 
 
 def test_a_block_that_the_plan_did_not_know_of_is_refused_when_it_is_reached() -> None:
@@ -114,8 +110,8 @@ def test_a_block_that_the_plan_did_not_know_of_is_refused_when_it_is_reached() -
             with Block("two"):
                 return self.b(x)
 
-    line = line_of(Named())
-    plan = build_plan(line, [("one",), ("two",)])
+    chain = chain_for(Named())
+    plan = build_plan(chain, [("one",), ("two",)])
     with pytest.raises(PlanError, match=r"test_block.py:\d+: called as Named\(x, name='three'\).*reaches 'three'"):
         run_stages(plan, (X,), {"name": "three"})
 
@@ -165,8 +161,8 @@ def test_blocks_without_a_name_are_numbered_as_they_are_met() -> None:
     for _ in range(2):
         model = Numbered()
         assert held(model) == {"0": {"a"}, "1": {"b"}, "named": {"c"}, "2": {"d"}}  # the method is one block
-        line = line_of(model)
-        assert_runs_as_plain(build_plan(line, groups_by_name(line, [["0", "1", "named"], ["2"]])), X)
+        chain = chain_for(model)
+        assert_runs_as_plain(build_plan(chain, groups_by_name(chain, [["0", "1", "named"], ["2"]])), X)
 
 
 # ── which block an operation belongs to ──────────────────────────────────────────────────────────────────────────
@@ -234,8 +230,8 @@ class Back(Base):
 
 
 def held(model: nn.Module) -> dict[str, set[str]]:
-    line = line_of(model)
-    return {layer: {name.split(".")[0] for name, _ in line.members(layer)} - set("ef") for layer in line.layers}
+    chain = chain_for(model)
+    return {layer: {name.split(".")[0] for name, _ in chain.members(layer)} - set("ef") for layer in chain.layers}
 
 
 def test_what_is_in_no_block_belongs_to_the_first_or_to_the_last_one_entered() -> None:
@@ -243,11 +239,11 @@ def test_what_is_in_no_block_belongs_to_the_first_or_to_the_last_one_entered() -
 
 
 def test_what_is_before_any_block_can_be_one_of_its_own() -> None:
-    line = marked_chain(Loose(), lead=Block("lead", "cpu"))
-    assert line is not None
-    assert line.layers == ("lead", "one", "two")
-    assert {name.split(".")[0] for name, _ in line.members("lead")} == {"a"}
-    plan = build_plan(line, [("lead",), ("one",), ("two",)])
+    chain = marked_chain(Loose(), sample=((X,), {}), lead=Block("lead", "cpu"))
+    assert chain is not None
+    assert chain.layers == ("lead", "one", "two")
+    assert {name.split(".")[0] for name, _ in chain.members("lead")} == {"a"}
+    plan = build_plan(chain, [("lead",), ("one",), ("two",)])
     assert_runs_as_plain(plan, X)
     assert copy.deepcopy(plan).groups == plan.groups
 
@@ -258,16 +254,16 @@ def test_the_inner_block_counts() -> None:
 
 @pytest.mark.parametrize("model", [Loose(), Within(), Again()])
 def test_blocks_run_as_the_plain_model_in_any_stages(model: nn.Module) -> None:
-    line = line_of(model)
-    for groups in every_cut(line):
-        plan = build_plan(line, groups_by_name(line, groups))
+    chain = chain_for(model)
+    for groups in every_cut(chain):
+        plan = build_plan(chain, groups_by_name(chain, groups))
         assert_owned(plan)
         assert_runs_as_plain(plan, X)
 
 
 def test_stages_may_have_another_order_than_the_blocks_where_no_value_flows_back() -> None:
-    line = line_of(Within())
-    plan = build_plan(line, groups_by_name(line, [["outer"], ["last", "inner"]]))
+    chain = chain_for(Within())
+    plan = build_plan(chain, groups_by_name(chain, [["outer"], ["last", "inner"]]))
     assert_runs_as_plain(plan, X)
 
 
@@ -276,13 +272,13 @@ def test_stages_may_have_another_order_than_the_blocks_where_no_value_flows_back
 
 def test_a_value_that_would_flow_back_is_named() -> None:
     model = Back()
-    line = line_of(model)
-    assert_runs_as_plain(build_plan(line, groups_by_name(line, [["one", "two"], ["three"]])), X)
+    chain = chain_for(model)
+    assert_runs_as_plain(build_plan(chain, groups_by_name(chain, [["one", "two"], ["three"]])), X)
     message = r"'one' \(.*test_block.py:\d+\) is in stage 0 but needs the value 'b' of 'two' \(.*:\d+\).* stage 1"
     with untouched(model), pytest.raises(PlanError, match=message):
-        groups_by_name(line, ["one", "two", "three"])
+        groups_by_name(chain, ["one", "two", "three"])
     with pytest.raises(PlanError, match="is in stage 0 but needs the value"):
-        groups_by_name(line_of(Loose()), ["two", "one"])
+        groups_by_name(chain_for(Loose()), ["two", "one"])
 
 
 def test_wrong_stages_are_refused() -> None:
@@ -296,7 +292,7 @@ def test_wrong_stages_are_refused() -> None:
         ([["B1", "B2", "B3", "B4"], []], "stage 1 has no blocks"),
     ]:
         with pytest.raises(PlanError, match=message):
-            groups_by_name(line_of(ScopedDigits()), stages)
+            groups_by_name(chain_for(ScopedDigits()), stages)
 
 
 def test_a_stage_says_where_it_goes() -> None:
@@ -309,11 +305,11 @@ def test_a_stage_says_where_it_goes() -> None:
 
 
 def test_blocks_that_all_have_devices_make_the_stages() -> None:
-    line = line_of(ScopedDigits("cpu", "cpu", "cuda:1", "cpu"))
-    assert groups_by_device(line) == [("B1", "B2"), ("B3",), ("B4",)]
-    assert build_plan(line, groups_by_device(line)).devices == ("cpu", "cuda:1", "cpu")
+    chain = chain_for(ScopedDigits("cpu", "cpu", "cuda:1", "cpu"))
+    assert groups_by_device(chain) == [("B1", "B2"), ("B3",), ("B4",)]
+    assert build_plan(chain, groups_by_device(chain)).devices == ("cpu", "cuda:1", "cpu")
     with pytest.raises(PlanError, match="but B3, B4 has none"):
-        groups_by_device(line_of(ScopedDigits("cpu", "cpu")))
+        groups_by_device(chain_for(ScopedDigits("cpu", "cpu")))
 
 
 def test_a_block_has_one_device_and_a_name() -> None:
@@ -325,7 +321,7 @@ def test_a_block_has_one_device_and_a_name() -> None:
                 return self.b(x)
 
     with pytest.raises(PlanError, match=r"'one' is marked for cpu and, at .*test_block.py:\d+, for cuda:0"):
-        line_of(Two())
+        chain_for(Two())
     for wrong in ("", 3):
         with pytest.raises(PlanError, match="a block's name is a string"):
             Block(wrong)  # type: ignore[arg-type]
@@ -343,8 +339,8 @@ def test_a_block_that_only_some_calls_enter_is_a_layer_all_the_same() -> None:
             with Block("loss"):
                 return (self.b(x) - target).pow(2).mean()
 
-    line = line_of(Lossy())
-    assert line.layers == ("one", "loss")
-    plan = build_plan(line, [("one",), ("loss",)])
+    chain = chain_for(Lossy(), sample=((X, X), {}))
+    assert chain.layers == ("one", "loss")
+    plan = build_plan(chain, [("one",), ("loss",)])
     assert_runs_as_plain(plan, X)
     assert_runs_as_plain(plan, X, X)

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from penstock.errors import PlanError
 from penstock.split.marks import Block, CutPoint, cut, cut_points
 from penstock.split.plan import build_plan, run_stages
-from penstock.split.trace.line import trace_chain
-from tests.split.trace_checks import assert_owned, assert_runs_as_plain, every_cut, untouched
+from tests.split.trace_checks import assert_owned, assert_runs_as_plain, chain_for, every_cut, untouched
 from tests.split.trace_models import Nested, Odd, Residual, Sample, UNet
 
 X = torch.linspace(-1, 2, 24).reshape(4, 6)
 
 
 def layers(model: nn.Module) -> tuple[str, ...]:
-    return trace_chain(model, stages=None, cuts=None).layers
+    return chain_for(model).layers
 
 
 def test_outside_a_split_a_mark_is_the_value_itself() -> None:
@@ -44,17 +43,17 @@ def test_cut_points_are_found_in_every_form_and_have_names() -> None:
 def test_of_n_marks_any_subset_is_a_boundary() -> None:
     model = Sample().eval()
     ids = torch.arange(10).reshape(2, 5)
-    line = trace_chain(model, stages=None, cuts=None)
-    for groups in every_cut(line):
-        plan = build_plan(line, groups)
+    chain = chain_for(model)
+    for groups in every_cut(chain):
+        plan = build_plan(chain, groups)
         assert_owned(plan)
         torch.testing.assert_close(run_stages(plan, (ids,), {}), model(ids), rtol=0, atol=0)
         torch.testing.assert_close(run_stages(plan, (ids, ids), {}), model(ids, ids), rtol=0, atol=0)
 
 
 def test_crossing_counts_the_values() -> None:
-    line = trace_chain(UNet(depth=2), stages=None, cuts=None)
-    assert [line.crossing(number) for number in range(1, 6)] == [1, 2, 3, 2, 1]
+    chain = chain_for(UNet(depth=2))
+    assert [chain.crossing(number) for number in range(1, 6)] == [1, 2, 3, 2, 1]
 
 
 def test_marks_may_pass_any_value() -> None:
@@ -69,9 +68,9 @@ def test_marks_may_pass_any_value() -> None:
             named = cut({"x": self.b(x), "y": y})
             return named["x"] + named["y"]
 
-    line = trace_chain(Pairs(), stages=None, cuts=None)
-    for groups in every_cut(line):
-        assert_runs_as_plain(build_plan(line, groups), X)
+    chain = chain_for(Pairs())
+    for groups in every_cut(chain):
+        assert_runs_as_plain(build_plan(chain, groups), X)
 
 
 def test_a_mark_that_only_training_reaches_is_found_in_eval() -> None:
@@ -90,11 +89,11 @@ def test_a_mark_that_only_training_reaches_is_found_in_eval() -> None:
             return self.b(x)
 
     model = Auxiliary().eval()
-    line = trace_chain(model, stages=None, cuts=None)
-    assert line.layers == ("a", "b", "aux")
-    for groups in every_cut(line):
-        assert_owned(build_plan(line, groups))
-        assert_runs_as_plain(build_plan(line, groups), X)
+    chain = chain_for(model)
+    assert chain.layers == ("a", "b", "aux")
+    for groups in every_cut(chain):
+        assert_owned(build_plan(chain, groups))
+        assert_runs_as_plain(build_plan(chain, groups), X)
 
 
 # ── misuse ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -197,7 +196,7 @@ def test_a_mark_never_reached_in_a_module_that_is_never_called() -> None:
 
 
 def test_other_threads_run_models_while_one_is_traced() -> None:
-    """torch.fx replaces ``nn.Module.__call__`` for the time of a trace: a model in another thread must not notice."""
+    """A recording replaces ``nn.Module.__call__`` for its time: models in other threads run as always."""
     model, other, stop, wrong = UNet(), Odd(6), threading.Event(), []
     expected = other(X)
 
@@ -210,7 +209,7 @@ def test_other_threads_run_models_while_one_is_traced() -> None:
     thread.start()
     try:
         for _ in range(10):
-            trace_chain(model, stages=None, cuts=None)
+            chain_for(model)
     finally:
         stop.set()
         thread.join()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from penstock.errors import PlanError
 from penstock.split.plan import Edge, Plan, build_plan, run_stages
-from penstock.split.trace.line import TraceChain
-from tests.split.trace_checks import assert_owned, assert_runs_as_plain, cut_everywhere, every_cut, line_of, untouched
+from penstock.split.trace.chain import TraceChain
+from tests.split.trace_checks import assert_owned, assert_runs_as_plain, cut_everywhere, every_cut, chain_for, untouched
 from tests.split.trace_models import (
     Arguments,
     Bare,
@@ -53,10 +53,10 @@ def test_every_subset_of_the_cuts_runs_as_the_plain_model(name: str) -> None:
     torch.manual_seed(0)
     model = make()
     with untouched(model):
-        line = line_of(model)
-    for groups in every_cut(line):
+        chain = chain_for(model)
+    for groups in every_cut(chain):
         with untouched(model):
-            plan = build_plan(line, groups)
+            plan = build_plan(chain, groups)
             assert_owned(plan)
         assert_runs_as_plain(plan, *args)
 
@@ -86,26 +86,31 @@ def test_a_skip_goes_straight_to_its_consumer() -> None:
 
 def test_one_value_crosses_bare_and_several_in_a_tuple() -> None:
     assert isinstance(cut_everywhere(Residual()).stage_module(0)({"x": torch.ones(2, 8)}), Tensor)
-    plan = cut_everywhere(Outputs())
-    (several,) = [edge.values for edge in plan.edges if (edge.src, edge.dst) == (2, 3)] or [()]
-    assert [edge.values for edge in plan.edges if (edge.src, edge.dst) == (0, 3)] == [("getitem_2", "getitem_3")]
-    assert len(several) == 1
+    sample = torch.ones(2, 5, 6)
+    plan = cut_everywhere(Outputs(), sample=((sample,), {}))
+    sent = plan.stage_module(0)({"x": sample})
+    assert [edge.dst for edge in plan.edges if edge.src == 0] == [1, 3]
+    assert isinstance(sent[0], Tensor)
+    assert [type(value) for value in sent[1]] == [Tensor, Tensor]  # the LSTM's state
 
 
-def test_sizes_are_read_from_a_tensor_that_crosses_anyway_or_cross_as_numbers() -> None:
+def test_sizes_are_constants_of_a_recording() -> None:
     plan = cut_everywhere(Positional())
-    assert plan.edges[0] == Edge(0, 1, plan.edges[0].values)
-    stage = plan.stage_module(0)
-    _, straight = stage({"ids": IDS})
-    assert straight == (2, 5)
+    assert [(edge.src, edge.dst, edge.values) for edge in plan.edges] == [
+        (0, 1, ("add",)),
+        (1, 2, ("add",)),
+        (2, 3, ("mul",)),
+    ]
+    for length in (5, 3):
+        assert_runs_as_plain(plan, IDS[:, :length])
 
 
 def test_kinds_of_call_share_a_plan() -> None:
     model = Arguments()
-    line = line_of(model)
+    chain = chain_for(model)
     mask = (X > 0).float()
-    for groups in every_cut(line):
-        plan = build_plan(line, groups)
+    for groups in every_cut(chain):
+        plan = build_plan(chain, groups)
         assert_runs_as_plain(plan, X, [X])
         assert_runs_as_plain(plan, X, extra=[X, X, X], mask=mask)
         assert_runs_as_plain(plan, X, [], power=3, twice=True)
@@ -114,8 +119,8 @@ def test_kinds_of_call_share_a_plan() -> None:
 
 def test_a_targets_argument_goes_from_the_first_stage_to_the_loss() -> None:
     model = Sample().eval()
-    plan = cut_everywhere(model)
-    assert (0, 4) in [(edge.src, edge.dst) for edge in plan.edges]
+    plan = cut_everywhere(model, sample=((IDS,), {"targets": IDS}))
+    assert Edge(0, 4, ("targets",)) in plan.edges
     assert_runs_as_plain_eval(plan, IDS, targets=IDS)
     assert_runs_as_plain_eval(plan, IDS)
 
@@ -170,13 +175,13 @@ def test_stages_hold_the_models_own_modules() -> None:
 
 def test_a_plan_is_found_again_from_its_recipe() -> None:
     for model, how in ((Residual(), {}), (UNet(), {"cuts": ["middle", "up.1"]}), (Bare(), {"stages": 3})):
-        line = line_of(model, **how)
-        again = TraceChain.from_recipe(copy.deepcopy(model), line.recipe)
-        assert again.layers == line.layers
-        groups = [(layer,) for layer in line.layers]
-        assert again.edges(groups) == line.edges(groups)
+        chain = chain_for(model, **how)
+        again = TraceChain.from_recipe(copy.deepcopy(model), chain.recipe)
+        assert again.layers == chain.layers
+        groups = [(layer,) for layer in chain.layers]
+        assert again.edges(groups) == chain.edges(groups)
     with pytest.raises(PlanError, match="has none"):
-        TraceChain.from_recipe(Bare(), {"front": "trace", "how": "marks"})
+        TraceChain.from_recipe(Bare(), {**chain_for(Bare(), stages=3).recipe, "how": "marks"})
     with pytest.raises(PlanError, match="not known here"):
         TraceChain.from_recipe(Bare(), {"front": "trace"})
 
@@ -225,7 +230,7 @@ class Unruly(Bare):
 def test_wrong_cuts_are_refused(cuts: Any, message: str) -> None:
     model = Unruly()
     with untouched(model), pytest.raises(PlanError, match=message):
-        line_of(model, cuts=cuts)
+        chain_for(model, cuts=cuts)
 
 
 # ── nothing marked ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,16 +240,16 @@ def test_wrong_cuts_are_refused(cuts: Any, message: str) -> None:
 def test_an_unmarked_model_is_cut_between_modules(stages: int) -> None:
     model = Bare()
     with untouched(model):
-        line = line_of(model, stages=stages)
-    assert len(line.layers) >= stages
-    for groups in list(every_cut(line))[:: max(1, 2 ** len(line.layers) // 64)]:
-        assert_owned(build_plan(line, groups))
-        assert_runs_as_plain(build_plan(line, groups), X)
+        chain = chain_for(model, stages=stages)
+    assert len(chain.layers) >= stages
+    for groups in list(every_cut(chain))[:: max(1, 2 ** len(chain.layers) // 64)]:
+        assert_owned(build_plan(chain, groups))
+        assert_runs_as_plain(build_plan(chain, groups), X)
 
 
 def test_modules_stay_whole_while_they_fit_a_stage() -> None:
-    assert line_of(Bare(), stages=1).layers == ("stem", "trunk", "tail.0", "tail.1", "tail.2")
-    assert "trunk.layers.3" in line_of(Bare(), stages=3).layers
+    assert chain_for(Bare(), stages=1).layers == ("stem", "trunk", "tail.0", "tail.1", "tail.2")
+    assert "trunk.layers.3" in chain_for(Bare(), stages=3).layers
 
 
 class Optional(nn.Module):
@@ -265,11 +270,11 @@ class Optional(nn.Module):
         return x
 
 
-def test_layers_are_those_of_all_kinds_of_call() -> None:
-    line = line_of(Optional(), stages=2)
-    assert line.layers == ("a", "b", "c", "c#2")
-    for groups in every_cut(line):
-        plan = build_plan(line, groups)
+def test_other_kinds_of_call_keep_the_layers() -> None:
+    chain = chain_for(Optional(), stages=2, sample=((X, X), {"twice": True}))
+    assert chain.layers == ("a", "b", "c", "c#2")
+    for groups in every_cut(chain):
+        plan = build_plan(chain, groups)
         assert_owned(plan)
         for kwargs in ({}, {"mask": X}, {"twice": True}, {"times": 3}, {"times": 2, "mask": X}):
             assert_runs_as_plain(plan, X, **kwargs)
@@ -279,12 +284,12 @@ def test_a_heavy_module_that_cannot_be_traced_stays_whole() -> None:
     model = nn.Sequential(nn.Linear(6, 6), Odd(6), nn.Linear(6, 6))
     model[1].linear = nn.Linear(6, 6)
     big = Odd(64)
-    assert line_of(nn.Sequential(nn.Linear(64, 64), big), stages=2).layers == ("0", "1")
-    assert line_of(model, stages=3).layers == ("0", "1", "2")
+    assert chain_for(nn.Sequential(nn.Linear(64, 64), big), stages=2).layers == ("0", "1")
+    assert chain_for(model, stages=3).layers == ("0", "1", "2")
 
 
 def test_a_hooked_module_stays_whole() -> None:
     model = Bare()
     model.trunk.register_forward_hook(lambda *_: None)
     model.tail.register_forward_hook(lambda *_: None)
-    assert line_of(model, stages=2).layers == ("stem", "trunk", "tail")
+    assert chain_for(model, stages=2).layers == ("stem", "trunk", "tail")

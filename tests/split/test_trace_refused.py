@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from penstock.errors import PlanError
 from penstock.split.marks import cut
 from penstock.split.plan import build_plan, run_stages
-from tests.split.trace_checks import assert_runs_as_plain, cut_everywhere, line_of, untouched
+from tests.split.trace_checks import assert_runs_as_plain, cut_everywhere, chain_for, untouched
 from tests.split.trace_models import Nested, UNet
 
 X = torch.linspace(-1, 2, 24).reshape(4, 6)
@@ -36,15 +38,17 @@ def bad(body: Callable[[Any, Tensor], Any]) -> nn.Module:
     return type("Bad", (Branching,), {"other": body})()
 
 
+class Strange:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+LOOSE = [nn.Linear(6, 6)]
+
+
 def loops_on_data(self: Any, x: Tensor) -> Tensor:
     while x.sum() > 0:
         x = cut(x - 1)
-    return x
-
-
-def loops_on_size(self: Any, x: Tensor) -> Tensor:
-    for _ in range(x.shape[0]):
-        x = cut(self.a(x))
     return x
 
 
@@ -52,10 +56,6 @@ def branches(self: Any, x: Tensor) -> Tensor:
     if x.mean() > 0:
         return x
     return cut(-x)
-
-
-def iterates(self: Any, x: Tensor) -> Tensor:
-    return torch.stack([cut(row) for row in x])
 
 
 def counts(self: Any, x: Tensor) -> Tensor:
@@ -68,14 +68,9 @@ def keeps(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-def rolls(self: Any, x: Tensor) -> Tensor:
-    import random
-
-    return x * random.random()
-
-
-def strange(self: Any, x: Tensor) -> Any:
-    return Strange(x)
+def fills_a_list(self: Any, x: Tensor) -> Tensor:
+    self.seen.append(x)
+    return x
 
 
 def assigns_a_buffer(self: Any, x: Tensor) -> Tensor:
@@ -83,60 +78,77 @@ def assigns_a_buffer(self: Any, x: Tensor) -> Tensor:
     return x * self.count
 
 
+def draws(self: Any, x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def draws_with_numpy(self: Any, x: Tensor) -> Tensor:
+    return x * float(numpy.random.rand())
+
+
+def returns_an_object(self: Any, x: Tensor) -> Any:
+    return Strange(x)
+
+
+def calls_a_loose_module(self: Any, x: Tensor) -> Tensor:
+    return LOOSE[0](x)
+
+
+REFUSED: dict[Callable[..., Any], str] = {
+    loops_on_data: r"test_trace_refused.py:\d+: `while x.sum\(\) > 0:`.*known only when the model runs",
+    branches: r"test_trace_refused.py:\d+: `if x.mean\(\) > 0:`.*Mark the cuts elsewhere, or move this part",
+    counts: "sets calls.*would be lost",
+    keeps: "sets last.*would be lost",
+    fills_a_list: "sets seen.*would be lost",
+    assigns_a_buffer: "sets count while it runs.*change it in place",
+    draws: "draws random numbers",
+    draws_with_numpy: "draws random numbers",
+    returns_an_object: "returns a Strange, which holds tensors: return a tensor, a tuple, a dict or a dataclass",
+    calls_a_loose_module: r"test_trace_refused.py:\d+: the Linear that is called here has parameters",
+}
+
+
+def test_a_forward_that_cannot_be_recorded_is_an_error_with_its_line() -> None:
+    for body, message in REFUSED.items():
+        model = bad(body)
+        with untouched(model), pytest.raises(PlanError, match=message):
+            chain_for(model)
+
+
+def loops_on_size(self: Any, x: Tensor) -> Tensor:
+    for _ in range(x.shape[0]):
+        x = cut(self.a(x))
+    return x
+
+
+def iterates(self: Any, x: Tensor) -> Tensor:
+    return torch.stack([cut(row) for row in x])
+
+
 def asks_the_kind(self: Any, x: Tensor) -> Tensor:
     y = self.a(x)
     return y[0] if isinstance(y, tuple) else y
 
 
-def fills_a_list(self: Any, x: Tensor) -> Tensor:
-    self.seen.append(x)
-    return x
-
-
-def an_ordered_dict(self: Any, x: Tensor) -> Any:
+def returns_an_ordered_dict(self: Any, x: Tensor) -> Any:
     return OrderedDict(x=x)
 
 
-def loose(self: Any, x: Tensor) -> Tensor:
-    return LOOSE[0](x)
+def test_forwards_that_depend_on_sizes_and_kinds_of_values_are_recorded() -> None:
+    for body in (loops_on_size, iterates, asks_the_kind, returns_an_ordered_dict):
+        model = bad(body)
+        with untouched(model):
+            plan = cut_everywhere(model, sample=((X,), {}))
+        assert_runs_as_plain(plan, X)
 
 
-class Strange:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-LOOSE = [nn.Linear(6, 6)]
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (loops_on_data, r"test_trace_refused.py:\d+: `while x.sum\(\) > 0:`.*known only when the model runs"),
-        (
-            loops_on_size,
-            r"test_trace_refused.py:\d+: `for _ in range\(x.shape\[0\]\):`.*known only when the model runs",
-        ),
-        (branches, r"test_trace_refused.py:\d+: `if x.mean\(\) > 0:`.*What to do: mark the cuts elsewhere.*blocks="),
-        (iterates, r"test_trace_refused.py:\d+: `return torch.stack"),
-        (counts, "sets calls.*would be lost"),
-        (keeps, "sets last.*would be lost"),
-        (fills_a_list, "sets seen.*would be lost"),
-        (assigns_a_buffer, "sets count while it runs.*change it in place"),
-        (asks_the_kind, r"test_trace_refused.py:\d+: `return y\[0\] if isinstance.*what kind of value it is"),
-        (an_ordered_dict, r"gives a OrderedDict made in forward"),
-        (rolls, "draws random numbers"),
-        (
-            strange,
-            r"refused.py:\d+: .*gives a Strange made in forward: return a tensor, a tuple, a dict or a dataclass",
-        ),
-        (loose, r"test_trace_refused.py:\d+: the Linear that is called here has parameters"),
-    ],
-)
-def test_where_a_forward_cannot_be_traced_the_line_is_named(body: Callable[[Any, Tensor], Any], message: str) -> None:
-    model = bad(body)
-    with untouched(model), pytest.raises(PlanError, match=message):
-        line_of(model)
+def test_an_argument_that_is_no_tensor_or_plain_value_is_refused() -> None:
+    model = bad(asks_the_kind)
+    plan = cut_everywhere(model)
+    with pytest.raises(PlanError, match="the argument x is a Strange: a model in stages takes tensors, numbers"):
+        run_stages(plan, (Strange(X),), {})
+    with pytest.raises(PlanError, match=r"the argument x\[1\] is a Strange"):
+        run_stages(plan, ([X, Strange(X)],), {})
 
 
 def test_hooks_on_a_module_that_is_cut_are_refused() -> None:
@@ -144,7 +156,7 @@ def test_hooks_on_a_module_that_is_cut_are_refused() -> None:
         model = Nested()
         model.get_submodule(path).register_forward_hook(lambda *_: None)
         with untouched(model), pytest.raises(PlanError, match="has hooks"):
-            line_of(model)
+            chain_for(model)
 
 
 class InPlace(nn.Module):
@@ -164,10 +176,10 @@ class InPlace(nn.Module):
 def test_a_value_changed_in_place_is_not_used_unchanged_elsewhere() -> None:
     assert_runs_as_plain(cut_everywhere(InPlace(late=False)), X)
     model = InPlace(late=True)
-    line = line_of(model)
-    assert_runs_as_plain(build_plan(line, [line.layers[:1], line.layers[1:]]), X)
+    chain = chain_for(model)
+    assert_runs_as_plain(build_plan(chain, [chain.layers[:1], chain.layers[1:]]), X)
     with untouched(model), pytest.raises(PlanError, match=r"changed in place in stage 1, but stage 2 uses it"):
-        build_plan(line, [(layer,) for layer in line.layers])
+        build_plan(chain, [(layer,) for layer in chain.layers])
 
 
 class SharedNorm(nn.Module):
@@ -180,10 +192,10 @@ class SharedNorm(nn.Module):
 
 
 def test_running_statistics_are_not_duplicated() -> None:
-    line = line_of(SharedNorm())
-    assert_runs_as_plain(build_plan(line, [line.layers]), X)
+    chain = chain_for(SharedNorm())
+    assert_runs_as_plain(build_plan(chain, [chain.layers]), X)
     with pytest.raises(PlanError, match=r"norm \(BatchNorm1d\).*stage 0 .*stage 1"):
-        build_plan(line, [(layer,) for layer in line.layers])
+        build_plan(chain, [(layer,) for layer in chain.layers])
 
 
 class OnlyWhenAsked(nn.Module):
@@ -229,27 +241,18 @@ class Wrapped(nn.Module):
 
 
 class Crossing(nn.Module):
-    def __init__(self, read_early: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.a = Wrapped()
         self.b = nn.Linear(6, 6)
-        self.read_early = read_early
 
     def forward(self, x: Tensor) -> Tensor:
         strange = cut(self.a(x))
-        return self.b(strange.value) if self.read_early else self.b(unwrap(strange))
+        return self.b(strange.value)
 
 
-@torch.fx.wrap
-def unwrap(strange: Any) -> Tensor:
-    return strange.value
-
-
-def test_what_crosses_is_a_tree_of_tensors() -> None:
-    assert_runs_as_plain(cut_everywhere(Crossing(read_early=True)), X)
-    plan = cut_everywhere(Crossing(read_early=False))
-    with pytest.raises(PlanError, match=r"refused.py:\d+: 'a' crosses to another stage, but it holds a Strange"):
-        run_stages(plan, (X,), {})
+def test_a_module_that_returns_an_object_is_recorded_itself() -> None:
+    assert_runs_as_plain(cut_everywhere(Crossing()), X)
 
 
 def test_a_buffer_that_two_stages_use_is_not_changed_in_one_of_them() -> None:
@@ -263,15 +266,15 @@ def test_a_buffer_that_two_stages_use_is_not_changed_in_one_of_them() -> None:
             self.count.add_(1)
             return cut(self.a(x)) * self.count
 
-    line = line_of(Counting())
-    assert_runs_as_plain(build_plan(line, [line.layers]), X)
+    chain = chain_for(Counting())
+    assert_runs_as_plain(build_plan(chain, [chain.layers]), X)
     with pytest.raises(PlanError, match="'count' is changed in place in stage 0, but stage 1 uses it too"):
-        build_plan(line, [(layer,) for layer in line.layers])
+        build_plan(chain, [(layer,) for layer in chain.layers])
 
 
 def test_a_layer_that_does_not_know_its_size_is_refused() -> None:
     with pytest.raises(PlanError, match=r"0\.weight does not know its size yet"):
-        line_of(nn.Sequential(nn.LazyLinear(3)), stages=1)
+        chain_for(nn.Sequential(nn.LazyLinear(3)), stages=1)
 
 
 def test_arguments_that_do_not_fit_are_named() -> None:

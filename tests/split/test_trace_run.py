@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.split.lazy import Lazy
 from penstock.split.marks import cut, groups_by_name
 from penstock.split.plan import build_plan, run_stages
-from tests.split.trace_checks import assert_owned, assert_runs_as_plain, cut_everywhere, every_cut, line_of
+from tests.split.trace_checks import assert_owned, assert_runs_as_plain, cut_everywhere, every_cut, chain_for
 from tests.split.trace_models import (
     Bare,
     Dropping,
@@ -73,8 +73,8 @@ def test_a_step_gives_the_plain_models_gradients(
 def test_a_wrapper_that_computes_its_loss_runs_with_and_without_labels() -> None:
     model = WithLoss(ScopedDigits())
     labels = torch.arange(4)
-    line = line_of(model)
-    plan = build_plan(line, groups_by_name(line, [["B1", "B2"], ["B3"], ["B4"]]))
+    chain = chain_for(model)
+    plan = build_plan(chain, groups_by_name(chain, [["B1", "B2"], ["B3"], ["B4"]]))
     with ps.Pipeline(plan, loss_fn=lambda output, _: output[1], microbatches=2) as pipe, torch.no_grad():
         torch.testing.assert_close(pipe(IMAGES), model(IMAGES))
         with torch.enable_grad():
@@ -198,9 +198,9 @@ def unpacks(self: Any, *xs: Tensor, **named: Tensor) -> Tensor:
 )  # fmt: skip
 def test_a_traced_forward_may(body: Callable[..., Any]) -> None:
     model = Body(body)
-    line = line_of(model, sample=((X,), {}))
-    for groups in every_cut(line):
-        plan = build_plan(line, groups)
+    chain = chain_for(model, sample=((X,), {}))
+    for groups in every_cut(chain):
+        plan = build_plan(chain, groups)
         assert_owned(plan)
         assert_runs_as_plain(plan, X)
     if body is branches_on_kinds:
@@ -216,8 +216,8 @@ def test_methods_that_are_not_forward_are_traced_with_their_modules_mode() -> No
 
 
 def test_reading_a_dtype_ties_nothing() -> None:
-    line = line_of(Body(asks_parameters), sample=((X,), {}))
-    plan = build_plan(line, [(layer,) for layer in line.layers])
+    chain = chain_for(Body(asks_parameters), sample=((X,), {}))
+    plan = build_plan(chain, [(layer,) for layer in chain.layers])
     assert plan.ties == ()
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face models from their configs, in stages that equal the whole: outputs, loss, gradients, random state."""
+"""Hugging Face models from their configs, in stages, are equal to the plain ones: outputs, loss, gradients, random state."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from penstock.engine.shapes import FakeStage
 from penstock.errors import PlanError
 from penstock.split.balance import balance_stages
 from penstock.split.plan import Plan, build_plan, run_stages
-from penstock.split.trunk.line import find_trunk, trunk_chain
-from tests.split.trunk_models import assert_staged
+from penstock.split.trace.chain import trace_chain
+from tests.split.block_models import assert_staged
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def vit(**more: Any) -> nn.Module:
 
 MODELS: list[Callable[..., nn.Module]] = [llama, mistral, qwen3, gemma3, mixtral, gpt2, bert, bert_classifier]
 MODELS += [t5_encoder, vit]
-TRUNKS = {
+BLOCKS = {  # else model.layers
     "gpt2": "transformer.h",
     "bert": "bert.encoder.layer",
     "bert_classifier": "bert.encoder.layer",
@@ -107,9 +107,10 @@ def inputs(build: Callable[..., nn.Module], seed: int = 3) -> dict[str, Tensor]:
     return batch
 
 
-def cut(model: nn.Module, stages: int) -> Plan:
-    line = trunk_chain(model, None)
-    return build_plan(line, balance_stages(line, balance=None, stages=stages))
+def cut(model: nn.Module, stages: int, *args: Any, **batch: Any) -> Plan:
+    """A plan for this call; without one, for a guessed one."""
+    chain = trace_chain(model, stages=stages, sample=(args, batch) if args or batch else None)
+    return build_plan(chain, balance_stages(chain, balance=None, stages=stages))
 
 
 def seeded(build: Callable[..., nn.Module], **more: Any) -> nn.Module:
@@ -117,112 +118,118 @@ def seeded(build: Callable[..., nn.Module], **more: Any) -> nn.Module:
     return build(**more).train()
 
 
-# ── equality with the whole model ────────────────────────────────────────────────────────────────────────────────
+def names(build: Any) -> str:
+    return str(build.__name__)
+
+
+# ── equality with the plain model ────────────────────────────────────────────────────────────────────────────────
 
 
 @every_model
-@pytest.mark.parametrize("stages", [2, 3, 4])
-def test_stages_equal_the_whole_model_with_padding_labels_and_dropout(
-    build: Callable[..., nn.Module], stages: int
-) -> None:
+def test_padding_labels_and_dropout(build: Callable[..., nn.Module]) -> None:
     model = seeded(build)
-    assert_staged(model, cut(model, stages), **inputs(build), use_cache=False)
+    for stages in (2, 3, 4):
+        assert_staged(model, cut(model, stages, **inputs(build)), **inputs(build), use_cache=False)
 
 
 @every_model
 def test_evaluation_without_mask_or_labels(build: Callable[..., nn.Module]) -> None:
     model = seeded(build).eval()
     batch = {name: value for name, value in inputs(build).items() if name in ("input_ids", "pixel_values")}
-    output = assert_staged(model, cut(model, 3), **batch, use_cache=False)
-    assert type(output) is type(model(**batch))
+    output = assert_staged(model, cut(model, 3, **batch), **batch, use_cache=False)
     assert output.get("past_key_values") is None
+
+
+@every_model
+def test_a_plan_for_a_guessed_call_runs_others(build: Callable[..., nn.Module]) -> None:
+    model = seeded(build)
+    assert_staged(model, cut(model, 3), **inputs(build), use_cache=False)
 
 
 @every_model
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_switched_on_after_the_split(build: Callable[..., nn.Module], reentrant: bool) -> None:
     model = seeded(build)
-    plan = cut(model, 3)
+    plan = cut(model, 3, **inputs(build))
     modules = [plan.stage_module(s) for s in range(3)]
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     runs: list[nn.Module] = []
-    block = model.get_submodule(plan.groups[1][0])
+    block = model.get_submodule(f"{BLOCKS.get(names(build), 'model.layers')}.2")
     block.register_forward_pre_hook(lambda module, args: runs.append(module))
     assert_staged(model, plan, **inputs(build), modules=modules, use_cache=False)
     assert len([run for run in runs if run is block]) == 2  # once more in backward
 
 
-@pytest.mark.parametrize("build", [llama, qwen3, gpt2, bert, gemma3], ids=lambda build: build.__name__)
-@pytest.mark.parametrize("tied", [True, False])
-def test_tied_embeddings_are_a_tie_of_the_first_and_the_last_stage(build: Callable[..., nn.Module], tied: bool) -> None:
-    model = seeded(build, tie_word_embeddings=tied)
-    plan = cut(model, 4)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    assert (embedding is head) == tied
-    assert [tie.stages for tie in plan.ties] == ([(0, 3)] if tied else [])
-    assert any(parameter is head for parameter in plan.stage_module(3).parameters())
-    assert_staged(model, plan, **inputs(build), use_cache=False)
+@pytest.mark.parametrize("build", [llama, qwen3, gpt2, bert, gemma3], ids=names)
+def test_tied_embeddings_are_a_tie_of_the_first_and_the_last_stage(build: Callable[..., nn.Module]) -> None:
+    for tied in (True, False):
+        model = seeded(build, tie_word_embeddings=tied)
+        plan = cut(model, 4, **inputs(build))
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        assert (embedding is head) == tied
+        assert [tie.stages for tie in plan.ties] == ([(0, 3)] if tied else [])
+        assert any(parameter is head for parameter in plan.stage_module(3).parameters())
+        assert_staged(model, plan, **inputs(build), use_cache=False)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("build", [llama, gemma3, bert], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [llama, gemma3, bert], ids=names)
 def test_attention_implementation_set_after_the_split(build: Callable[..., nn.Module], implementation: str) -> None:
     model = seeded(build)
-    plan = cut(model, 3)
+    plan = cut(model, 3, **inputs(build))
     modules = [plan.stage_module(s) for s in range(3)]
     model.set_attn_implementation(implementation)
     assert_staged(model, plan, **inputs(build), modules=modules, use_cache=False)
 
 
-@pytest.mark.parametrize("build", [llama, gpt2, bert], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [llama, gpt2, bert], ids=names)
 def test_embeddings_and_positions_given_by_the_user(build: Callable[..., nn.Module]) -> None:
     model = seeded(build)
     batch = inputs(build)
     ids = batch.pop("input_ids")
     batch["inputs_embeds"] = torch.randn(*ids.shape, 32)
     batch["position_ids"] = torch.arange(7).flip(0)[None].expand(3, 7)
-    assert_staged(model, cut(model, 3), **batch, use_cache=False)
+    assert_staged(model, cut(model, 3, **batch), **batch, use_cache=False)
 
 
 def test_arguments_by_position() -> None:
     model = seeded(llama)
-    batch = inputs(llama)
-    assert_staged(model, cut(model, 3), batch["input_ids"], batch["attention_mask"], use_cache=False)
+    args = inputs(llama)["input_ids"], inputs(llama)["attention_mask"]
+    assert_staged(model, cut(model, 3, *args), *args, use_cache=False)
 
 
-def test_rope_that_depends_on_the_length_is_each_stages_own() -> None:
+def test_rope_that_depends_on_the_length() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = seeded(llama, rope_parameters=rope, max_position_embeddings=4)
-    assert_staged(model, cut(model, 3), **inputs(llama), use_cache=False)
+    assert_staged(model, cut(model, 3, **inputs(llama)), **inputs(llama), use_cache=False)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_other_heads_and_a_bare_base_model(stages: int) -> None:
+def test_other_heads_and_a_bare_base_model() -> None:
     config = hf.LlamaConfig(**DECODER, num_labels=CLASSES)
-    batch = inputs(llama)
-    for head in (hf.LlamaForSequenceClassification, hf.LlamaForTokenClassification, hf.LlamaModel):
-        torch.manual_seed(0)
-        model = head(config).train()
-        labels = {
-            hf.LlamaForSequenceClassification: {"labels": torch.tensor([0, 1, 2])},
-            hf.LlamaForTokenClassification: {"labels": batch["input_ids"] % CLASSES},
-        }.get(head, {})
-        given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], **labels}
-        assert_staged(model, cut(model, stages), **given, use_cache=False)
+    ids, mask = inputs(llama)["input_ids"], inputs(llama)["attention_mask"]
+    for head, labels in (
+        (hf.LlamaForSequenceClassification, {"labels": torch.tensor([0, 1, 2])}),
+        (hf.LlamaForTokenClassification, {"labels": ids % CLASSES}),
+        (hf.LlamaModel, {}),
+    ):
+        model = seeded(head, config=config)
+        batch = {"input_ids": ids, "attention_mask": mask, **labels}
+        for stages in (2, 4):
+            assert_staged(model, cut(model, stages, **batch), **batch, use_cache=False)
 
 
 def test_a_model_that_may_drop_layers_but_does_not() -> None:
     sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 16}
     model = seeded(lambda: hf.OPTForCausalLM(hf.OPTConfig(**SIZE, **sizes)))
-    assert_staged(model, cut(model, 3), **inputs(llama), use_cache=False)
+    assert_staged(model, cut(model, 3, **inputs(llama)), **inputs(llama), use_cache=False)
 
 
 def test_bfloat16_and_autocast() -> None:
     model = seeded(llama).to(torch.bfloat16)
-    assert_staged(model, cut(model, 3), **inputs(llama), use_cache=False)
+    assert_staged(model, cut(model, 3, **inputs(llama)), **inputs(llama), use_cache=False)
     model = seeded(gpt2)
     with torch.autocast("cpu", torch.bfloat16):
-        assert_staged(model, cut(model, 3), **inputs(gpt2), use_cache=False)
+        assert_staged(model, cut(model, 3, **inputs(gpt2)), **inputs(gpt2), use_cache=False)
 
 
 def test_images_that_go_in_among_the_words() -> None:
@@ -230,33 +237,50 @@ def test_images_that_go_in_among_the_words() -> None:
     vision, text = hf.CLIPVisionConfig(**sight, num_attention_heads=4), hf.LlamaConfig(**DECODER)
     config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=63)
     model = seeded(lambda: hf.LlavaForConditionalGeneration(config))
-    line = trunk_chain(model, "model.language_model.layers")
-    plan = build_plan(line, balance_stages(line, balance=None, stages=3))
     ids = torch.randint(3, 60, (2, 9)).index_fill(1, torch.arange(1, 5), 63)
     batch = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": ids.masked_fill(ids == 63, -100)}
-    whole = copy.deepcopy(model)
-    want, got = whole(**batch), run_stages(plan, (), batch)
-    assert torch.equal(got.logits, want.logits)
-    assert got.image_hidden_states is None  # the last stage has not seen them
-    want.loss.backward(), got.loss.backward()
-    for name, parameter in whole.named_parameters():
-        grad = model.get_parameter(name).grad
-        assert (grad is None and parameter.grad is None) or torch.equal(grad, parameter.grad), name
+    output = assert_staged(model, cut(model, 3, **batch), **batch, use_cache=False)
+    assert output.image_hidden_states is not None
 
 
-# ── what the loss is a mean over ─────────────────────────────────────────────────────────────────────────────────
+def test_an_encoder_and_a_decoder() -> None:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
+    model = seeded(lambda: hf.T5ForConditionalGeneration(hf.T5Config(**sizes)))
+    for stages in (2, 3, 4):
+        assert_staged(model, cut(model, stages, **inputs(llama)), **inputs(llama), use_cache=False)
+
+
+@pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions"])
+def test_values_of_every_block_are_returned(flag: str) -> None:
+    model = seeded(llama, attn_implementation="eager")
+    batch = {**inputs(llama), flag: True}
+    plan = cut(model, 2, **batch)
+    output = assert_staged(model, plan, **batch, use_cache=False)
+    assert len(output[flag.removeprefix("output_")]) >= 4
+    assert_staged(model, plan, **inputs(llama), use_cache=False)
+    setattr(model.config, flag, True)
+    assert_staged(model, cut(model, 3, **inputs(llama)), **inputs(llama), use_cache=False)
+
+
+def test_the_routers_loss_of_every_block() -> None:
+    model = seeded(mixtral, output_router_logits=True)
+    output = assert_staged(model, cut(model, 3, **inputs(mixtral)), **inputs(mixtral), use_cache=False)
+    assert output.aux_loss > 0
+
+
+# ── the number of items that the loss is a mean over ─────────────────────────────────────────────────────────────
 
 
 def test_labels_that_are_no_classes() -> None:
     model = seeded(bert_classifier, problem_type="multi_label_classification")
     batch = {**inputs(bert_classifier), "labels": torch.rand(3, CLASSES)}
-    assert_staged(model, cut(model, 2), **batch, use_cache=False)
+    assert_staged(model, cut(model, 2, **batch), **batch, use_cache=False)
 
 
 def test_a_count_of_the_mini_batch_given_by_the_user_makes_losses_that_add_up() -> None:
     model = seeded(llama).eval()
-    plan = cut(model, 2)
     batch = inputs(llama)
+    plan = cut(model, 2, **batch)
     number = (batch["labels"][:, 1:] != -100).sum()
     whole = model(**batch).loss
     parts = [{name: value[rows] for name, value in batch.items()} for rows in (slice(0, 1), slice(1, 3))]
@@ -272,14 +296,16 @@ def test_a_count_of_the_mini_batch_given_by_the_user_makes_losses_that_add_up() 
 
 
 @every_model
-def test_the_model_says_where_its_trunk_is(build: Callable[..., nn.Module]) -> None:
-    assert find_trunk(build()) == TRUNKS.get(build.__name__, "model.layers")
+def test_four_stages_have_a_block_each(build: Callable[..., nn.Module]) -> None:
+    plan = cut(build(), 4)
+    blocks = [f"{BLOCKS.get(names(build), 'model.layers')}.{i}" for i in range(4)]
+    assert [[layer for layer in layers if layer in blocks] for layers in plan.groups] == [[block] for block in blocks]
 
 
 @every_model
 def test_every_parameter_is_in_one_stage_or_a_tie(build: Callable[..., nn.Module]) -> None:
     model = build()
-    plan = cut(model, 4)
+    plan = cut(model, 4, **inputs(build))
     places: dict[int, set[int]] = {}
     for s in range(4):
         for parameter in plan.stage_module(s).parameters():
@@ -287,9 +313,9 @@ def test_every_parameter_is_in_one_stage_or_a_tie(build: Callable[..., nn.Module
     assert set(places) == {id(parameter) for parameter in model.parameters()}
     shared = [tuple(sorted(stages)) for stages in places.values() if len(stages) > 1]
     assert shared == [tie.stages for tie in plan.ties]
-    names = [set(plan.stage_module(s).state_dict()) for s in range(4)]
-    assert set.union(*names) == set(model.state_dict())
-    assert sum(map(len, names)) == len(model.state_dict())
+    held = [set(plan.stage_module(s).state_dict()) for s in range(4)]
+    assert set.union(*held) == set(model.state_dict())
+    assert sum(map(len, held)) == len(model.state_dict())
 
 
 @every_model
@@ -302,17 +328,17 @@ def test_splitting_and_running_leave_the_model_as_it_was(build: Callable[..., nn
     model = seeded(build)
     attributes = {name: dict(module.__dict__) for name, module in model.named_modules()}
     state = copy.deepcopy(model.state_dict())
-    run_stages(cut(model, 3), (), inputs(build))
+    run_stages(cut(model, 3, **inputs(build)), (), inputs(build))
     assert {name: module.__dict__ for name, module in model.named_modules()} == attributes
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("build", [llama, gpt2, bert, vit], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [llama, gpt2, bert, vit], ids=names)
 def test_a_model_on_the_meta_device_runs_stage_by_stage(build: Callable[..., nn.Module]) -> None:
     real = seeded(build).eval()
     with torch.device("meta"):
         model = build().eval()
-    plan = cut(model, 3)
+    plan = cut(model, 3, **inputs(build))
     modules = [plan.stage_module(s) for s in range(3)]
     for module in modules:
         module.to_empty(device="cpu")
@@ -326,7 +352,7 @@ def test_a_model_on_the_meta_device_runs_stage_by_stage(build: Callable[..., nn.
 @every_model
 def test_shapes_can_be_inferred_on_fake_tensors(build: Callable[..., nn.Module]) -> None:
     model = seeded(build)
-    plan = cut(model, 2)
+    plan = cut(model, 2, **inputs(build))
     modules = [plan.stage_module(s) for s in range(2)]
     fakes = [FakeStage(s, module, torch.device("cpu")) for s, module in enumerate(modules)]
     values: tuple[Any, Any] = inputs(build), inputs(build)
@@ -335,61 +361,31 @@ def test_shapes_can_be_inferred_on_fake_tensors(build: Callable[..., nn.Module])
             blank = pytree.tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype), values[0])
             inferred = fake.run(blank)
         values = inferred, module(values[1])
-    shapes = [pytree.tree_map_only(Tensor, lambda t: t.shape, _leaves(value)) for value in values]
+    shapes = [[leaf.shape for leaf in pytree.tree_leaves(dict(value)) if isinstance(leaf, Tensor)] for value in values]
     assert shapes[0] == shapes[1]
 
 
-def _leaves(output: Any) -> list[Any]:
-    return pytree.tree_leaves(dict(output))
+def test_rotary_tables_are_computed_once_and_sent() -> None:
+    plan = cut(seeded(llama), 3, **inputs(llama))
+    buffers = [dict(plan.stage_module(s).named_buffers()) for s in range(3)]
+    assert ["model.rotary_emb.inv_freq" in names for names in buffers] == [True, False, False]
+    sent = {(edge.src, edge.dst): edge.values for edge in plan.edges}
+    assert all("model.rotary_emb" in sent[0, s] for s in (1, 2))
 
 
-def test_rotary_tables_are_each_stages_own_and_in_no_state_dict() -> None:
-    model = seeded(llama)
-    modules = [cut(model, 3).stage_module(s) for s in range(3)]
-    tables = [module.get_buffer("model.rotary_emb.inv_freq") for module in modules]
-    assert tables[0] is model.model.rotary_emb.inv_freq
-    assert len({table.data_ptr() for table in tables}) == 3  # stages go to devices of their own
-    assert not any("inv_freq" in name for module in modules for name in module.state_dict())
+def test_images_and_labels_go_only_to_the_stages_that_use_them() -> None:
+    plan = cut(seeded(vit), 3, **inputs(vit))
+    assert not any("pixel_values" in edge.values for edge in plan.edges)
+    assert [(edge.src, edge.dst) for edge in plan.edges if "labels" in edge.values] == [(0, 2)]
 
 
-def test_images_and_labels_go_only_where_they_are_looked_at() -> None:
-    (_, middle), last = cut(seeded(vit), 3).stage_module(0)(inputs(vit))
-    assert not isinstance(middle["pixel_values"], Tensor)
-    assert not isinstance(last["pixel_values"], Tensor)
-    assert ("labels" in middle, "labels" in last) == (False, True)
-
-
-# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_an_encoder_and_a_decoder_are_two_trunks() -> None:
-    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    model = hf.T5ForConditionalGeneration(hf.T5Config(**sizes))
-    for blocks in (None, "encoder.block"):
-        with pytest.raises(PlanError, match=r"two trunks \(encoder.block and decoder.block\).*T5EncoderModel"):
-            trunk_chain(model, blocks)
-
-
-@pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions"])
-def test_something_of_every_block_cannot_be_returned(flag: str) -> None:
-    model = seeded(llama, attn_implementation="eager")
-    with pytest.raises(PlanError, match=f"{flag} asks for something of every block, and the last of 2 stages"):
-        run_stages(cut(model, 2), (), {**inputs(llama), flag: True})
-    setattr(model.config, flag, True)
-    with pytest.raises(PlanError, match=flag):
-        run_stages(cut(model, 2), (), inputs(llama))
-    assert run_stages(cut(model, 1), (), inputs(llama))[flag.removeprefix("output_")] is not None
-
-
-def test_the_routers_loss_needs_every_block() -> None:
-    model = seeded(mixtral, output_router_logits=True)
-    with pytest.raises(PlanError, match="output_router_logits"):
-        run_stages(cut(model, 2), (), inputs(mixtral))
+# ── caches ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_cache_makes_no_sense_in_training() -> None:
     model = seeded(llama)
-    output = run_stages(cut(model, 2), (), {**inputs(llama), "use_cache": True})
+    plan = cut(model, 2, **inputs(llama))
+    output = run_stages(plan, (), {**inputs(llama), "use_cache": True})
     assert output.past_key_values is None
-    with pytest.raises(PlanError, match="past_key_values"):
-        run_stages(cut(model, 2), (), {**inputs(llama), "past_key_values": hf.DynamicCache()})
+    with pytest.raises(PlanError, match="the argument past_key_values is a DynamicCache"):
+        run_stages(plan, (), {**inputs(llama), "past_key_values": hf.DynamicCache()})

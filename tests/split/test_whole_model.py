@@ -1,4 +1,4 @@
-"""A model whose forward nobody can follow is one stage."""
+"""A model whose forward cannot be recorded is one stage."""
 
 from __future__ import annotations
 
@@ -50,14 +50,15 @@ def test_it_runs_as_it_is(kind: dict[str, Any]) -> None:
         assert not model.norm.training
 
 
-def test_more_stages_need_a_forward_that_can_be_followed() -> None:
-    with pytest.raises(ps.PlanError, match="cannot be traced here"):
+def test_more_stages_need_a_forward_that_can_be_recorded() -> None:
+    with pytest.raises(ps.PlanError, match="Choosing sets calls while it runs"):
         ps.split(Choosing(), stages=2)
 
 
 def test_marks_in_it_are_not_passed_over() -> None:
     class Marked(Choosing):
         def forward(self, x: Tensor) -> Any:
+            x = self.linear(x)
             return ps.cut(x) if x.sum() > 0 else -x
 
     with pytest.raises(ps.PlanError, match="cannot be traced here"):

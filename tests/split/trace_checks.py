@@ -13,27 +13,27 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from penstock.split.plan import LayerChain, Plan, build_plan, run_stages
-from penstock.split.trace.line import TraceChain, trace_chain
+from penstock.split.trace.chain import TraceChain, trace_chain
 from tests.split.trace_models import Output
 
 
-def line_of(model: nn.Module, **how: Any) -> TraceChain:
+def chain_for(model: nn.Module, **how: Any) -> TraceChain:
     return trace_chain(model, **{"stages": None, "cuts": None, **how})
 
 
 def cut_everywhere(model: nn.Module, **how: Any) -> Plan:
     """A stage for each layer."""
-    line = line_of(model, **how)
-    return build_plan(line, [(layer,) for layer in line.layers])
+    chain = chain_for(model, **how)
+    return build_plan(chain, [(layer,) for layer in chain.layers])
 
 
-def every_cut(line: LayerChain) -> Iterator[list[tuple[str, ...]]]:
+def every_cut(chain: LayerChain) -> Iterator[list[tuple[str, ...]]]:
     """The layers in stages, for every subset of the cuts."""
-    places = range(1, len(line.layers))
-    for count in range(len(line.layers)):
+    places = range(1, len(chain.layers))
+    for count in range(len(chain.layers)):
         for chosen in itertools.combinations(places, count):
-            bounds = [0, *chosen, len(line.layers)]
-            yield [line.layers[a:b] for a, b in itertools.pairwise(bounds)]
+            bounds = [0, *chosen, len(chain.layers)]
+            yield [chain.layers[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def leaves(value: Any) -> list[Any]:

@@ -175,11 +175,14 @@ class DistributedExecutor(Executor):
                 where = f"rank {self.ranks[self.rank]}, which has the first stage"
                 raise PlanError(f"the inputs must be passed on {where}{_OR_ELSEWHERE}")
             empty = self.replicas is not None and not caller_loss
-            sizes, messages = split_inputs(value, self.source.count, self.device, empty=empty)
+            variant = self.plan.require_chain().variant
+            sizes, messages, variants = split_inputs(
+                value, self.source.count, self.device, variant, grad=training, empty=empty
+            )
         except PlanError as error:
             self.protocol.reject(str(error))
             raise StepRejected(str(error)) from error
-        return self.protocol.announce(training, sizes, messages, (value, targets), caller_loss), messages
+        return self.protocol.announce(training, sizes, messages, variants, (value, targets), caller_loss), messages
 
     def _run_program(self, header: StepHeader, messages: Sequence[Message], *, grad: bool) -> list[Grads] | None:
         """Run the program; returns the gradients of the inputs, where the first stage is."""
@@ -192,13 +195,15 @@ class DistributedExecutor(Executor):
         io = program.io
         io.grads = [()] * len(messages) if messages else None
         with BorrowedInputs(messages) as io.inputs:
-            self.run(program.runner, caller_context(), len(header.sizes), run_name, grad=grad)
+            self.run(program.runner, caller_context(), header.variants, run_name, grad=grad)
         grads, io.inputs, io.grads = io.grads, [], None
         return grads
 
-    def run(self, runner: Runner, context: CallerContext, microbatches: int, run_name: str, *, grad: bool) -> None:
+    def run(
+        self, runner: Runner, context: CallerContext, variants: Sequence[str | None], run_name: str, *, grad: bool
+    ) -> None:
         stages = self.stages.values()
-        begin_run(stages, context, microbatches, run_name)
+        begin_run(stages, context, variants, run_name)
         self.status.runner, self.status.phase = runner, REDUCE_GRADS
         try:
             with torch.set_grad_enabled(grad):
@@ -417,7 +422,7 @@ class _PendingBackward(PipelineCall):
     def __init__(self, executor: DistributedExecutor, header: StepHeader) -> None:
         # The stages' backwards add to ``.grad``; autograd only needs an input that requires a gradient.
         super().__init__(executor, header.sizes, [nn.Parameter(torch.empty(()))])
-        self.executor = executor
+        self.executor, self.variants = executor, header.variants
         self.io = (program := executor.programs.get(header)).io
         self.halves = program.runner.halves()
 
@@ -444,7 +449,7 @@ class _PendingBackward(PipelineCall):
             if executor.reducer is not None:
                 executor.reducer.begin()
             executor.gather_shards()
-            executor.run(self.halves[0], self.context, self.count, self.run_name, grad=True)
+            executor.run(self.halves[0], self.context, self.variants, self.run_name, grad=True)
         outputs = [message for message in io.outputs or () if message is not None]
         io.inputs, io.outputs = [], None
         if loss is not None:
@@ -460,7 +465,7 @@ class _PendingBackward(PipelineCall):
         io.grads = [()] * self.count
         stash = GradStash(executor.parameters(), apart=executor.replicas is not None)
         with executor.fp32 or nullcontext(), stash, with_training_modes(self.modes), executor.ties.reducing():
-            executor.run(self.halves[1], self.context, self.count, self.run_name, grad=False)
+            executor.run(self.halves[1], self.context, self.variants, self.run_name, grad=False)
             if executor.reducer is not None:
                 executor.reducer.finish()
         grads, io.grads, io.seed = io.grads, None, None

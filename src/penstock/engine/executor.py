@@ -60,6 +60,7 @@ class Executor(ABC):
         self.source = source
         self.placement = source.placement
         self.stages: Mapping[int, StageEngine] = {stage.index: stage for stage in stages}
+        self.plan = plan
         self.edges = [(edge.src, edge.dst) for edge in plan.edges]
         self.last_stage = plan.num_stages - 1
         last = self.stages.get(self.last_stage)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from penstock.errors import PlanError
+from penstock.split.trace.stage import TracedStage
 
 
 class MicroBatch:
@@ -18,10 +20,11 @@ class MicroBatch:
     It equals only itself, not its ``index``, which micro-batches of other steps have too.
     """
 
-    __slots__ = ("__weakref__", "index", "known")
+    __slots__ = ("__weakref__", "index", "known", "variant")
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, variant: str | None = None) -> None:
         self.index = index
+        self.variant = variant  # the kind of call, where the stages of a recorded model distinguish any
         self.known = False  # whether a layer has asked for it, and may have passed values on under this key
 
     def __repr__(self) -> str:
@@ -47,6 +50,24 @@ class _ForwardState(threading.local):
 
 
 forward_state = _ForwardState()
+
+
+def _current_variant() -> str | None:
+    microbatch = forward_state.microbatch
+    return None if microbatch is None else microbatch.variant
+
+
+TracedStage.current_variant = staticmethod(_current_variant)
+
+
+@contextmanager
+def variant_in_flight(variant: str | None) -> Iterator[None]:
+    """Run a forward outside of a step as that of a micro-batch of this kind of call."""
+    forward_state.microbatch, before = MicroBatch(0, variant), forward_state.microbatch
+    try:
+        yield
+    finally:
+        forward_state.microbatch = before
 
 
 def current_microbatch() -> MicroBatch | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,28 +126,45 @@ def join(values: Sequence[Any]) -> Any:
     return unflatten(joined, specs[0])
 
 
-def split_inputs(
-    value: Any, count: Callable[[int], int], device: torch.device, *, empty: bool = False
-) -> tuple[tuple[int, ...], list[Message]]:
-    """The sizes of the micro-batches, and their messages on ``device``; tensors stay in the caller's graph.
+class SplitInputs(NamedTuple):
+    """The micro-batches of a mini-batch: their sizes, their messages and their kinds of call."""
 
-    ``count(samples)`` is the number of micro-batches. With ``empty``, a mini-batch without samples has none.
+    sizes: tuple[int, ...]
+    messages: list[Message]
+    variants: tuple[str | None, ...]
+
+
+def split_inputs(
+    value: Any,
+    count: Callable[[int], int],
+    device: torch.device,
+    variant: Callable[[Any], str | None],
+    *,
+    grad: bool,
+    empty: bool = False,
+) -> SplitInputs:
+    """The micro-batches of ``value`` on ``device``; tensors stay in the caller's graph.
+
+    ``count(samples)`` is the number of micro-batches, and ``variant(value)`` the kind of call of one. ``grad`` is the
+    grad mode of the forwards. With ``empty``, a mini-batch without samples has no micro-batches.
     """
     if value is None:
         raise PlanError("there are no inputs: pass what the model takes")
     size = batch_size(value, "inputs")
     if size == 0 and empty:
-        return (), []
+        return SplitInputs((), [], ())
     if size == 0:
         raise PlanError("the mini-batch is empty: its tensors have no entries along dimension 0")
     sizes = microbatch_sizes(size or 1, count(size or 1))
-    messages = []
+    messages, variants = list[Message](), list[str | None]()
     for part in scatter(value, sizes):
         leaves, spec = flatten(part)
         leaves = [leaf_to_device(leaf, device) for leaf in leaves]
         wants = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         messages.append(Message(leaves, spec, wants, overlapping_leaves(leaves)))
-    return sizes, messages
+        with torch.set_grad_enabled(grad):
+            variants.append(variant(unflatten(leaves, spec)))
+    return SplitInputs(sizes, messages, tuple(variants))
 
 
 def split_targets(targets: Any, sizes: Sequence[int], device: torch.device) -> list[Any]:

@@ -411,9 +411,11 @@ class StageEngine:
             self.rng.close()
 
 
-def begin_run(stages: Iterable[StageEngine], context: CallerContext, count: int, run_name: str) -> Sequence[MicroBatch]:
-    """Prepare the stages for forwards of so many micro-batches in the caller's context."""
-    made = [MicroBatch(k) for k in range(count)]
+def begin_run(
+    stages: Iterable[StageEngine], context: CallerContext, variants: Sequence[str | None], run_name: str
+) -> Sequence[MicroBatch]:
+    """Prepare the stages for forwards of micro-batches of these kinds of call in the caller's context."""
+    made = [MicroBatch(k, variant) for k, variant in enumerate(variants)]
     for stage in stages:
         stage.microbatches = made
         if stage.rng is not None:

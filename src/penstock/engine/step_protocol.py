@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.channel.control import ControlChannel
-from penstock.engine.forward_context import CallerContext, caller_context
+from penstock.engine.forward_context import CallerContext, caller_context, variant_in_flight
 from penstock.engine.message import Message, MessageMeta, flatten, meta_of, unflatten
 from penstock.engine.microbatch import Broadcast, sample_values
 from penstock.engine.runner import LRUCache
@@ -54,6 +54,7 @@ class StepHeader:
     context: CallerContext
     sizes: tuple[int, ...]
     kinds: tuple[int, ...]  # of each micro-batch; those of one kind have the same shapes
+    variants: tuple[str | None, ...] = ()  # kinds of call of the micro-batches, for models whose forward is recorded
     caller_loss: bool = False  # the caller computes the loss: backwards come when all forwards are over
     targets_rank: int | None = None  # the rank that was given the targets; None: no rank was
     crossing: dict[Edge, list[MessageMeta]] = field(default_factory=dict)  # per kind
@@ -84,7 +85,13 @@ class StepProtocol:
     # ── the first rank ───────────────────────────────────────────────────────────────────────────────────────
 
     def announce(
-        self, training: bool, sizes: tuple[int, ...], messages: Sequence[Message], given: Given, caller_loss: bool
+        self,
+        training: bool,
+        sizes: tuple[int, ...],
+        messages: Sequence[Message],
+        variants: tuple[str | None, ...],
+        given: Given,
+        caller_loss: bool,
     ) -> StepHeader:
         """Announce a mini-batch to the other ranks."""
         context = caller_context()
@@ -92,7 +99,7 @@ class StepProtocol:
             self.send_all([EMPTY, 0])
             return StepHeader(-1, training, context, (), ())
         metas = [] if self.dynamic else [meta_of(m if training else m._replace(wants=())) for m in messages]
-        key: tuple[Hashable, ...] = (training, caller_loss, context, sizes, given[1] is not None)
+        key: tuple[Hashable, ...] = (training, caller_loss, context, sizes, variants, given[1] is not None)
         if not self.dynamic:
             requires_grad = (parameter.requires_grad for parameter in self.parameters)
             modes = (module.training for module in self.modules)
@@ -105,14 +112,14 @@ class StepProtocol:
             if compared:
                 self._compare(given)
             return self.headers[number]
-        distinct = list(dict.fromkeys(metas))
-        kinds = tuple(distinct.index(meta) for meta in metas)
-        header = StepHeader(self.count, training, context, sizes, kinds, caller_loss)
+        distinct = list(dict.fromkeys(zip(metas, variants, strict=True))) if metas else []
+        kinds = tuple(map(distinct.index, zip(metas, variants, strict=True))) if metas else ()
+        header = StepHeader(self.count, training, context, sizes, kinds, variants, caller_loss)
         self.count += 1
         self.send_all([NEW, header.number])
         for rank in self.others:
             self.control.send(rank, header)
-        self._complete(header, distinct, given)
+        self._complete(header, [meta for meta, _ in distinct], given)
         self.numbers[key] = header.number
         return header
 
@@ -200,6 +207,8 @@ class StepProtocol:
         last = self.placement[-1]
         having = [rank for rank, has in enumerate(self._compare(given)) if has]
         header.targets_rank = last if last in having else next(iter(having), None)
+        for variant in dict.fromkeys(header.variants):
+            self.plan.require_chain().prepare(self.plan.groups, variant)
         if not self.dynamic:
             self._infer(header, inputs)
         self.headers[header.number] = header
@@ -215,7 +224,10 @@ class StepProtocol:
             runs[s] = [Propagation(fake, header.context, header.training) for _ in range(count)]
             incoming = [self._receive_meta((src, s), crossing, src) for src in plan.sources(s)] or [inputs]
             targets = plan.targets(s)
-            outgoing = [run.forward(metas, len(targets)) for run, *metas in zip(runs[s], *incoming, strict=True)]
+            outgoing = []
+            for kind, (run, *metas) in enumerate(zip(runs[s], *incoming, strict=True)):
+                with variant_in_flight(header.variants[header.kinds.index(kind)]):
+                    outgoing.append(run.forward(metas, len(targets)))
             for i, dst in enumerate(targets):
                 self._send_meta((s, dst), crossing, dst, [row[i] for row in outgoing])
         if header.training:

@@ -25,7 +25,7 @@ from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import LossAndOutputs, Outputs, StepOutcome, check_joinable
 from penstock.engine.loss_terms import LossWeights
 from penstock.engine.message import BorrowedInputs, Grads, Message, backward_inputs, input_edges, split_grads, unflatten
-from penstock.engine.microbatch import join, split_inputs, split_targets
+from penstock.engine.microbatch import SplitInputs, join, split_inputs, split_targets
 from penstock.engine.recompute.batchnorm import commit_statistics, deferred_statistics_of
 from penstock.engine.replicas.ties import LocalTies
 from penstock.engine.runner import Bindings, LRUCache, PipelineIO, Runner, compile_program
@@ -107,7 +107,7 @@ class ThreadExecutor(Executor):
     def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
         with self._running("step"):
             loss = self.loss
-            sizes, messages = split_inputs(value, self.source.count, self.first_device)
+            sizes, messages, variants = self.split(value, grad=True)
             if targets is None and loss.rule.wants_targets:
                 raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
             parts = split_targets(targets, sizes, self.last_device)
@@ -118,7 +118,7 @@ class ThreadExecutor(Executor):
             io.grads = [()] * len(sizes)
             origins = input_edges(messages)
             with self.ties.reducing() if self.ties.copies else nullcontext(), BorrowedInputs(messages) as io.inputs:
-                self.run(program, grad=True, run_name=self.next_run_name(training=True))
+                self.run(program, variants, grad=True, run_name=self.next_run_name(training=True))
             total, factor = loss.finish()
             backward_inputs(origins, io.grads, factor)
             io.inputs, io.grads = [], None
@@ -127,16 +127,21 @@ class ThreadExecutor(Executor):
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
         with self._running("evaluate"):
             own_loss = self.loss
-            sizes, messages = split_inputs(value, self.source.count, self.first_device)
+            sizes, messages, variants = self.split(value, grad=False)
             has_loss = loss and not (targets is None and own_loss.rule.wants_targets)
             parts = split_targets(targets, sizes, self.last_device) if has_loss else None
             program = self.program(False, len(sizes))
             own_loss.begin(sizes, parts, outputs)
             program.io.inputs = [message.detached()._replace(wants=()) for message in messages]
-            self.run(program, grad=False, run_name=self.next_run_name(training=False))
+            self.run(program, variants, grad=False, run_name=self.next_run_name(training=False))
             program.io.inputs = []
             total, _ = own_loss.finish()
             return StepOutcome(total, None, own_loss.take_outputs(), sum(sizes), len(sizes))
+
+    def split(self, value: Any, *, grad: bool) -> SplitInputs:
+        """The micro-batches of a mini-batch."""
+        variant = self.plan.require_chain().variant
+        return split_inputs(value, self.source.count, self.first_device, variant, grad=grad)
 
     @contextmanager
     def _running(self, kind: str) -> Iterator[None]:
@@ -197,13 +202,22 @@ class ThreadExecutor(Executor):
             runners.append(compile_program(order, Bindings(own, slots, forwards, backwards, io, backward_fn=backward)))
         return ThreadProgram(tuple(runners), (*forwards.values(), *backwards.values()), io, microbatches, timers)
 
-    def run(self, program: ThreadProgram, *, grad: bool, run_name: str, context: CallerContext | None = None) -> bool:
+    def run(
+        self,
+        program: ThreadProgram,
+        variants: Sequence[str | None] = (),
+        *,
+        grad: bool,
+        run_name: str,
+        context: CallerContext | None = None,
+    ) -> bool:
         """Run all programs to their end, or raise the first failure and drop everything that it left behind.
 
-        Forwards run in ``context``, by default the caller's. Returns whether a layer has called
-        ``current_microbatch``.
+        Forwards run in ``context``, by default the caller's. A recompute knows its variant from its first forward.
+        Returns whether a layer has called ``current_microbatch``.
         """
-        microbatches = begin_run(self.stages.values(), context or caller_context(), program.microbatches, run_name)
+        variants = variants or [None] * program.microbatches
+        microbatches = begin_run(self.stages.values(), context or caller_context(), variants, run_name)
         start = perf_counter()
         try:
             self.wait(program, self.start(self.tasks(program, grad=grad)))
@@ -287,8 +301,8 @@ class ThreadExecutor(Executor):
     # ── calls and streams ────────────────────────────────────────────────────────────────────────────────────
 
     def call(self, value: Any) -> Any:
-        sizes, messages = split_inputs(value, self.source.count, self.first_device)
-        call = _ThreadCall(self, self.source.fill_drain(len(sizes)), sizes)
+        sizes, messages, variants = self.split(value, grad=True)
+        call = _ThreadCall(self, self.source.fill_drain(len(sizes)), sizes, variants)
         if self.weights is not None:
             self.weights.make_resident(call)
         return apply_call(call, messages)
@@ -350,7 +364,7 @@ class _StreamedBatch:
     def __init__(self, executor: ThreadExecutor, value: Any) -> None:
         self.executor = executor
         self.loss_weights = LossWeights(())
-        sizes, messages = split_inputs(value, executor.source.count, executor.first_device)
+        sizes, messages, variants = executor.split(value, grad=False)
         programs = lower(executor.source.forward_only(len(sizes)), executor.edges)
         inputs = [message.detached()._replace(wants=()) for message in messages]
         io = PipelineIO(inputs, outputs=[None] * len(sizes))
@@ -361,7 +375,7 @@ class _StreamedBatch:
         def part(rank: int, task: Callable[[], None]) -> None:
             """A worker prepares its own stages: others may still run the mini-batch before."""
             own = [stage for s, stage in executor.stages.items() if executor.placement[s] == rank]
-            begin_run(own, context, len(sizes), run_name)
+            begin_run(own, context, variants, run_name)
             if executor.placement[-1] == rank:
                 executor.loss.begin(sizes, None, None)
                 self.loss_weights = executor.loss.weights
@@ -380,9 +394,11 @@ class _StreamedBatch:
 class _ThreadCall(PipelineCall):
     """One ``pipe(x)``: its slots live until its backward is over, or nothing refers to its graph any longer."""
 
-    def __init__(self, executor: ThreadExecutor, schedule: Schedule, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, executor: ThreadExecutor, schedule: Schedule, sizes: Sequence[int], variants: Sequence[str | None]
+    ) -> None:
         super().__init__(executor, sizes, [p for p in executor.parameters() if p.requires_grad])
-        self.executor = executor
+        self.executor, self.variants = executor, variants
         programs = lower(schedule, executor.edges)
         self.halves = [
             [[i for i in program.instructions if i.kind in kinds] for program in programs]
@@ -404,7 +420,7 @@ class _ThreadCall(PipelineCall):
             self.recorder = executor.current_recorder
             executor.loss.begin(self.sizes, None, None)
             program = executor.compile(self.halves[0], self.count, self.slots, io, lockstep=executor.lockstep)
-            self.crosses_stages = executor.run(program, grad=True, run_name=self.run_name)
+            self.crosses_stages = executor.run(program, self.variants, grad=True, run_name=self.run_name)
             self.loss_weights = executor.loss.weights
         outputs = [message for message in io.outputs or () if message is not None]
         check_joinable([message.leaves for message in outputs], self.sizes)
@@ -460,7 +476,7 @@ class _ThreadCall(PipelineCall):
                 # Launching is quick, so one thread keeps all devices busy: micro-batch by micro-batch, up the stages.
                 actions = [i for half in self.halves[1] for i in half if i.kind in "RB"]
                 actions.sort(key=lambda i: (i.microbatch, -i.stage, i.kind == "B"))
-                begin_run(executor.stages.values(), self.context, self.count, self.run_name)
+                begin_run(executor.stages.values(), self.context, [None] * self.count, self.run_name)
                 program = executor.compile([actions], self.count, self.slots, io, backward)
                 executor.recorded(program.runners[0])()
             else:

@@ -212,7 +212,7 @@ def time_layer(
         run()  # warm-up
         return repeat_runs(times, until - perf_counter(), lambda row: sum(first for first, _ in row))
 
-    begin_run((saving, recomputing), caller_context(), len(numbers), "measuring")
+    begin_run((saving, recomputing), caller_context(), [None] * len(numbers), "measuring")
     with ExitStack() as stack:
         for kind, *_ in caller_context().autocast:  # a forward enters autocast itself, a backward runs outside of it
             stack.enter_context(torch.autocast(kind, enabled=False))

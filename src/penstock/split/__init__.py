@@ -21,9 +21,8 @@ from penstock.split.plan import StageSpec as StageSpec
 from penstock.split.plan import Tie as Tie
 from penstock.split.sample import sample_arguments, sample_inputs
 from penstock.split.sequential import SequentialChain
+from penstock.split.trace.chain import TraceChain, trace_chain
 from penstock.split.trace.errors import CannotTrace, mentions_marks
-from penstock.split.trace.line import TraceChain, trace_chain
-from penstock.split.trunk.line import TrunkChain, trunk_chain
 
 __all__ = ["Edge", "Plan", "StageSpec", "Tie", "balance_by_size", "balance_by_time", "chain_of", "split"]
 
@@ -38,8 +37,8 @@ def chain_of(
 ) -> LayerChain:
     """The layers of a model, found by the front end that the arguments ask for or that fits the model.
 
-    A Sequential without marks is cut between its layers, a Hugging Face model between the blocks of its trunk; other
-    models are traced. A model that cannot be traced can still be one stage.
+    A Sequential without marks is cut between its layers; the forward of another model is recorded. A model whose
+    forward cannot be recorded can still be one stage.
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"expected an nn.Module to split, got {type(model).__name__}")
@@ -48,19 +47,16 @@ def chain_of(
         raise PlanError(f"a {kind} model cannot be cut: split the model it was made of, and compile its blocks")
     if blocks is not None and cuts is not None:
         raise PlanError("say where to cut once: either cuts=[…] (before these modules) or blocks=… (a list of blocks)")
-    if blocks is not None:
-        return trunk_chain(model, blocks)
-    # Marks on modules; those inside a forward are seen when it is traced.
+    # Marks on modules; those inside a forward are seen when it is recorded.
     marked = bool(cut_points(model)) or any(begin_block_of(module) is not None for module in model.modules())
-    if cuts is None and not marked:
-        if is_plain_sequential(model):
-            return SequentialChain(model)
-        if getattr(model, "_no_split_modules", None):
-            return trunk_chain(model, None)
+    if cuts is None and blocks is None and not marked and is_plain_sequential(model):
+        return SequentialChain(model)
+    call = None if sample is None else sample_arguments(sample)
     try:
-        return trace_chain(model, stages=stages, cuts=cuts, sample=None if sample is None else sample_arguments(sample))
+        return trace_chain(model, stages=stages, cuts=cuts, blocks=blocks, sample=call)
     except CannotTrace as error:
-        if stages != 1 or cuts is not None or error.marked or mentions_marks(model) or begin_block_of(model):
+        where = cuts is not None or blocks is not None
+        if stages != 1 or where or error.marked or mentions_marks(model) or begin_block_of(model):
             raise
         if type(model).forward is nn.Module.forward:  # a container such as ModuleList, which cannot be called
             raise
@@ -70,7 +66,6 @@ def chain_of(
 FRONT_ENDS.update(
     sequential=lambda model, recipe: chain_of(model),
     trace=TraceChain.from_recipe,
-    trunk=TrunkChain.from_recipe,
     whole=lambda model, recipe: WholeModelChain(model),
 )
 
@@ -107,12 +102,15 @@ def split(
     where a pipeline in one process has all of it on one device; ``verify=False`` saves the time. Under a mesh,
     ``plan.check(sample)`` compares.
     """
+    given = {name: value for name, value in locals().items() if name not in ("model", "sample")}
     sample = sample_inputs(model, sample)
     named = stages if isinstance(stages, (list, tuple)) else None
     number: Any = stages if named is None else None
     chain = chain_of(model, stages=number, cuts=cuts, blocks=blocks, sample=sample)
     if not verify:
         chain.verify = False
+    if chain.provisional:
+        chain.split_again = lambda sample: split(model, **given, sample=sample)
     devices = None
     if named is not None:
         if balance is not None:

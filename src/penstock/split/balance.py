@@ -61,6 +61,8 @@ def balance_stages(
         sizes = _check_sizes(chain, balance)
     else:
         count = check_stage_count(chain, stages)
+        if criterion is None and any(tensor.is_meta for layer in chain.layers for _, tensor in chain.members(layer)):
+            sample = None  # a model without data cannot be measured
         criterion = criterion or ("parameters" if sample is None else "time")
         if sample is None and criterion in ("time", "memory"):
             raise PlanError(f"balance={criterion!r} is measured: give sample=, the arguments of a call")

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,6 +32,7 @@ from penstock.format import format_table
 from penstock.split.check import CheckReport, check_stages
 from penstock.split.flatten import is_plain_sequential
 from penstock.split.lazy import build, members, signature
+from penstock.split.sample import Arguments as Arguments
 
 FORMAT = 1
 
@@ -56,6 +57,10 @@ class LayerChain(ABC):
     """JSON data from which the front end ``recipe["front"]`` rebuilds the same chain for the same model."""
     fixed: Mapping[str, Any] = MappingProxyType({})
     """Arguments that the stages always pass to the model."""
+    provisional = False
+    """Whether the way the model is called was guessed. A pipeline in one process splits it again if that was wrong."""
+    split_again: Callable[[Any], Plan]
+    """Makes the plan again from a sample, where it is provisional."""
     verify = False
     """Whether a pipeline compares the stages with the whole model on the first micro-batch of a new shape."""
 
@@ -80,6 +85,17 @@ class LayerChain(ABC):
         """The input of the first stage for a call of the model: by default its arguments by name."""
         return bind_arguments(self.model, args, kwargs)
 
+    def variant(self, value: Any) -> str | None:
+        """The kind of call that ``value``, the input of the first stage, is of; None if stages do not distinguish any.
+
+        It may prepare the stages, and must be called before any of them runs.
+        """
+        return None
+
+    def prepare(self, groups: Groups, variant: str | None) -> None:
+        """Make the stages ready for a kind of call; an error if these groups cannot run it."""
+        assert variant is None
+
     def crossing(self, cut: int) -> float:
         """The cost of a cut before layer number ``cut``: the size or the number of the values that cross it."""
         return 1.0
@@ -87,13 +103,6 @@ class LayerChain(ABC):
     def devices(self) -> Mapping[str, str]:
         """The devices that the user gave to layers."""
         return {}
-
-
-class Arguments(NamedTuple):
-    """The arguments of one call of a model."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 def bind_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,6 +244,11 @@ class Plan:
 
     def stage_modules(self) -> list[nn.Module]:
         return [self.stage_module(s) for s in range(self.num_stages)]
+
+    def prepare(self, value: Any) -> None:
+        """Make the stages ready for a kind of call; an error if they cannot run it. ``value`` is the first's input."""
+        chain = self.require_chain()
+        chain.prepare(self.groups, chain.variant(value))
 
     def check(self, sample: Any, *, rtol: float | None = None, atol: float | None = None) -> CheckReport:
         """Compare the stages with the whole model on ``sample``, the arguments of a call.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,19 @@ from penstock.split.flatten import is_plain_sequential
 from penstock.split.lazy import Lazy
 
 
+class Arguments(NamedTuple):
+    """The arguments of one call of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def sample_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments of the call that ``sample`` describes."""
     if isinstance(sample, Tensor):
         return (sample,), {}
+    if isinstance(sample, Arguments):
+        return sample
     if isinstance(sample, tuple):
         return sample, {}
     if isinstance(sample, Mapping) and all(isinstance(key, str) for key in sample):

@@ -162,7 +162,7 @@ class Pipeline(PipelineState):
             if rendezvous is not None:
                 rendezvous.cancel(error)
             raise
-        self.mesh = mesh
+        self.mesh, self._options = mesh, options
         self._chain = plan.require_chain()
         self._model = self._chain.model
         self._executor: Executor = executor
@@ -266,9 +266,32 @@ class Pipeline(PipelineState):
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The input of the first stage. For a new kind of call of a traced model, its stages are verified first."""
+        if self._chain.provisional and self.mesh is None:
+            self._resolve(args, kwargs)
         if self._chain.verify and self.mesh is None and len(self._verified) < MAX_VERIFIED:
             self._verify(args, kwargs)
         return self._chain.arguments(args, kwargs)
+
+    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Split the model again if it is not called in the way that its plan was made for, which was a guess."""
+        first = self._first_microbatch(args, kwargs)
+        try:
+            self.plan.prepare(self._chain.arguments(*first))
+        except PlanError:
+            executor, offload = self._executor, self._offload
+            if executor.ties.copies or offload is not None or self.step_totals.steps:
+                raise
+            plan = self._chain.split_again(first)
+            executor.close()
+            self.plan, self._source, self._modules, self._fqn, self._executor = build(plan, self._options, None, None)
+            self._chain = plan.require_chain()
+        self._chain.provisional = False
+
+    def _first_microbatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        size = batch_size((args, kwargs), "inputs") or 1
+        leaves, spec = flatten(scatter((args, kwargs), microbatch_sizes(size, self._source.count(size)))[0])
+        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        return Arguments(*unflatten([leaf_to_device(leaf, device) for leaf in leaves], spec))
 
     def _verify(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the stages' outputs with the whole model's on the first micro-batch of a new kind of call."""
@@ -280,13 +303,9 @@ class Pipeline(PipelineState):
         self._verified.add(key)
         tensors = (*self._model.parameters(), *self._model.buffers())
         devices = {tensor.device for tensor in tensors}
-        size = batch_size((args, kwargs), "inputs")
-        if len(devices) != 1 or torch.device("meta") in devices or not size:
+        if len(devices) != 1 or torch.device("meta") in devices or not batch_size((args, kwargs), "inputs"):
             return
-        sizes = microbatch_sizes(size, self._source.count(size))
-        device = devices.pop()
-        leaves, _ = flatten(scatter((args, kwargs), sizes)[0])
-        first = unflatten([leaf_to_device(leaf, device) for leaf in leaves], spec)
+        first = self._first_microbatch(args, kwargs)
         whole = partial(self._model, **self._chain.fixed)
         difference = compare_outputs(self._model, whole, lambda *a, **k: run_stages(self.plan, a, k), *first)
         if difference is not None:

@@ -193,19 +193,15 @@ def _find_blocks(model: nn.Module, strategy: Strategy, call: Call) -> Blocks | N
         chain = hooks.marked_chain(model, sample=call)
     except ps.PlanError as error:
         marked = getattr(error, "marked", False) or hooks.begin_block_of(model) is not None
-        if not marked and not hooks.mentions_marks(model):
-            return None
-        blocks = _find_blocks_of_trunk(model)
-        if blocks is None:
+        if marked or hooks.mentions_marks(model):
             raise
-        return blocks
+        return None
     if chain is None:
         return None
     if strategy.auto == AutoStage.SameAsIpu:
         # Layers before the first block are on IPU 0: their own stage, unless the first block is there as well.
         first = chain.devices().get(chain.layers[0])
-        leading = any(node.op == "call_module" and node.meta["layer"] is None for node in chain.how.main.graph.nodes)
-        if first is not None and _ipu(first) != 0 and leading:
+        if first is not None and _ipu(first) != 0 and chain.has_leading_modules:
             chain = hooks.marked_chain(model, sample=call, lead=_LEAD)
             assert chain is not None
     ipus = {block: _ipu(device) for block, device in chain.devices().items()}
@@ -214,29 +210,3 @@ def _find_blocks(model: nn.Module, strategy: Strategy, call: Call) -> Blocks | N
 
 def _ipu(device: str) -> int:
     return int(device.rpartition(":")[2])
-
-
-def _find_blocks_of_trunk(model: nn.Module) -> Blocks | None:
-    """Blocks that begin with layers of one list, in a model that cannot be traced (Hugging Face's, for example).
-
-    What runs before the list belongs to its first block, what runs after it to its last one.
-    """
-    marks = {path: mark for path, module in model.named_modules() if (mark := hooks.begin_block_of(module)) is not None}
-    parents = {path.rpartition(".")[0] for path in marks}
-    kinds = (nn.ModuleList, nn.Sequential)
-    lists = [path for path, module in model.named_modules() if isinstance(module, kinds) and path in parents]
-    if len(lists) != 1:
-        return None
-    chain = hooks.trunk_chain(model, lists[0])
-    layers: dict[str, list[str]] = {}
-    ipus: dict[str, int] = {}
-    numbers: dict[ps.Block, str] = {}
-    before = [mark for path, mark in marks.items() if path.rpartition(".")[0] != lists[0]]
-    current = marks.get(chain.layers[0]) or next(iter(before), _LEAD)
-    for layer in chain.layers:
-        current = marks.get(layer, current)
-        name = current.name or numbers.setdefault(current, str(len(numbers)))
-        layers.setdefault(name, []).append(layer)
-        if current.device is not None:
-            ipus.setdefault(name, _ipu(current.device))
-    return chain, layers, ipus

@@ -1,150 +1,115 @@
-"""How a model is called: which arguments are given, and which of them are not tensors. One trace per kind of call.
+"""One kind of call of a model: its arguments with the shapes and dtypes of their tensors, and everything else that a
+recording of its forward depends on. It is written as one line of JSON, a key that crosses to ranks without the inputs.
 
-A key says it in one string, so that it can cross to stages that do not see the arguments:
-
-    forward(x, labels=None)   called (x)           {"x": "*"}
-                              called (x, y)        {"x": "*", "labels": "*"}       * is a tensor
-                              called (x, flag=1)   {"x": "*", "flag": {"=": 1}}    a plain value is part of the key
+    forward(x, mask=None, scale=1)   called (x, scale=2)
+    {"x": {"tensor": [[4, 6], "float32", false]}, "scale": {"=": 2}}
 """
 
 from __future__ import annotations
 
+import enum
 import inspect
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import PlanError
 
 PLAIN = (bool, int, float, str)
-"""The types whose values a forward may branch on: they are part of the key."""
-
 
 Parameters = Mapping[str, inspect.Parameter]
 
 
-def key_of(parameters: Parameters, arguments: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """The key of a call, and the values that it leaves open, in order. A default that is given is as if it were not."""
+def describe(arguments: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
+    """The arguments of a call as JSON data, without those that are equal to their defaults."""
     names = [name for name in parameters if name in arguments]
-    names += [name for name in arguments if name not in parameters]  # in the order in which ``**named`` has them
-    open_values: list[Any] = []
-    spec = {}
+    names += [name for name in arguments if name not in parameters]  # in the order in which ``**kwargs`` has them
+    found = {}
     for name in names:
-        value = arguments[name]
-        default = parameters[name].default if name in parameters else inspect.Parameter.empty
+        value, parameter = arguments[name], parameters.get(name)
         if value is None or type(value) in PLAIN:
-            if type(value) is type(default) and value == default:
+            default = parameter.default if parameter is not None else parameter
+            if parameter is not None and type(value) is type(default) and value == default:
                 continue
-        elif type(value) is tuple and not value and _is_star(parameters, name):
+        elif value == () and parameter is not None and parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             continue
-        spec[name] = _spec(value, open_values)
-    return json.dumps(spec), open_values
+        found[name] = _describe(value, name)
+    return found
 
 
-def _is_star(parameters: Parameters, name: str) -> bool:
-    return name in parameters and parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-
-
-def _spec(value: Any, open_values: list[Any]) -> Any:
+def _describe(value: Any, name: str) -> Any:
+    if isinstance(value, Tensor):
+        return {"tensor": [list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad]}
     if value is None or type(value) in PLAIN:
         return {"=": value}
     if type(value) in (tuple, list):
-        return {type(value).__name__: [_spec(item, open_values) for item in value]}
-    if type(value) is dict and all(type(key) is str for key in value):
-        return {"dict": [[key, _spec(item, open_values)] for key, item in value.items()]}
-    open_values.append(value)
-    return "*"
+        return {type(value).__name__: [_describe(item, f"{name}[{i}]") for i, item in enumerate(value)]}
+    if type(value) is torch.Size:
+        return {"tuple": [{"=": size} for size in value]}
+    if isinstance(value, Mapping) and all(type(key) is str for key in value):
+        return {"dict": [[key, _describe(item, f"{name}[{key!r}]")] for key, item in value.items()]}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {type(value).__name__: str(value).removeprefix("torch.")}
+    if isinstance(value, enum.Enum):
+        return _describe(value.value, name)
+    raise PlanError(
+        f"the argument {name} is a {type(value).__name__}: a model in stages takes tensors, numbers, strings and None, "
+        "and tuples, lists and dicts of them"
+    )
 
 
-class Call:
-    """One kind of call of a model."""
-
-    def __init__(self, model: nn.Module, key: str) -> None:
-        self.model = model
-        self.key = key
-        self.spec: dict[str, Any] = json.loads(key)
-
-    def filled(self, fill: Callable[[str], Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments for the model's forward, with ``fill(name)`` for each open value."""
-        values = {name: _build(spec, name, fill) for name, spec in self.spec.items()}
-        parameters = inspect.signature(self.model.forward).parameters
-        star = next((n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
-        args: list[Any] = []
-        if star is not None and values.get(star):
-            for name in parameters:
-                if name == star:
-                    break
-                args.append(values.pop(name))
-            args.extend(values.pop(star))
-        for name, parameter in parameters.items():
-            if parameter.kind is inspect.Parameter.POSITIONAL_ONLY and name in values:
-                args.append(values.pop(name))
-        return args, values
-
-    def __str__(self) -> str:
-        parts = [name if spec == "*" else f"{name}={_text(spec)}" for name, spec in self.spec.items()]
-        return f"{type(self.model).__name__}({', '.join(parts)})"
+def tensors_of(described: Mapping[str, Any], arguments: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a call, in the order of its description."""
+    found: list[Tensor] = []
+    for name, spec in described.items():
+        rebuild(spec, arguments.get(name), lambda _, tensor: found.append(tensor))
+    return found
 
 
-def _build(spec: Any, name: str, fill: Callable[[str], Any]) -> Any:
-    if spec == "*":
-        return fill(name)
+def rebuild(spec: Any, value: Any, fill: Callable[[list[Any], Any], Any]) -> Any:
+    """The argument that a description is of, with ``fill(description, tensor)`` for each tensor of ``value``."""
     ((kind, inner),) = spec.items()
-    if kind == "=":
-        return inner
+    if kind == "tensor":
+        return fill(inner, value)
     if kind == "dict":
-        return {key: _build(item, f"{name}.{key}", fill) for key, item in inner}
-    items = [_build(item, f"{name}.{i}", fill) for i, item in enumerate(inner)]
-    return tuple(items) if kind == "tuple" else items
+        return {key: rebuild(item, None if value is None else value[key], fill) for key, item in inner}
+    if kind in ("tuple", "list"):
+        items = [rebuild(item, None if value is None else value[i], fill) for i, item in enumerate(inner)]
+        return tuple(items) if kind == "tuple" else items
+    if kind in ("dtype", "device"):
+        return getattr(torch, inner) if kind == "dtype" else torch.device(inner)
+    return inner
 
 
-def _text(spec: Any) -> str:
-    if spec == "*":
-        return "…"
-    ((kind, inner),) = spec.items()
-    return repr(inner) if kind == "=" else f"<{kind} of {len(inner)}>"
+def forward_arguments(
+    model: nn.Module, values: Mapping[str, Any], parameters: Parameters
+) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and keyword arguments of the model's forward, from arguments by name."""
+    kwargs, args = dict(values), list[Any]()
+    star = next((n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
+    for name, parameter in parameters.items():
+        before_star = parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and bool(star and kwargs.get(star))
+        if name == star:
+            args.extend(kwargs.pop(name, ()))
+        elif (parameter.kind is inspect.Parameter.POSITIONAL_ONLY or before_star) and name in kwargs:
+            args.append(kwargs.pop(name))
+    return args, kwargs
 
 
-MOST = 8
-"""How many optional arguments are tried one by one."""
+def call_text(model: nn.Module, described: Mapping[str, Any]) -> str:
+    """A call for an error: ``Model(x, scale=2)``."""
+
+    def text(name: str, spec: Any) -> str:
+        ((kind, inner),) = spec.items()
+        if kind == "tensor":
+            return name
+        return f"{name}={inner!r}" if kind == "=" else f"{name}=<{kind}>"
+
+    return f"{type(model).__name__}({', '.join(text(name, spec) for name, spec in described.items())})"
 
 
-def _guess(annotation: Any) -> Any:
-    """What an argument probably is: a tensor, unless its annotation says that it is several."""
-    text = (annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")).strip().lower()
-    if not isinstance(annotation, str) and annotation is not inspect.Parameter.empty and "[" not in text:
-        text = str(annotation).replace("typing.", "").strip().lower()
-    head, _, inner = text.partition("[")
-    if head in ("list", "sequence", "iterable"):
-        return {"list": ["*", "*"]}
-    if head == "tuple":
-        count = 2 if "..." in inner or not inner else inner.count(",") + 1
-        return {"tuple": ["*"] * count}
-    return "*"
-
-
-def candidates(model: nn.Module, sample: str | None = None) -> list[str]:
-    """The kinds of call that a model's signature suggests: ``sample``, the fullest, the barest, some between."""
-    base: dict[str, Any] = {}
-    optional: dict[str, Any] = {}
-    flips: dict[str, Any] = {}
-    star = None
-    for name, parameter in inspect.signature(model.forward).parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            star = name
-        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            continue
-        elif parameter.default is inspect.Parameter.empty:
-            base[name] = _guess(parameter.annotation)
-        elif parameter.default is None:
-            optional[name] = "*"
-        elif isinstance(parameter.default, bool):
-            flips[name] = {"=": not parameter.default}
-    specs = [{**base, **optional}, base]
-    specs += [{**base, name: spec} for name, spec in list((optional | flips).items())[:MOST]]
-    if star is not None:
-        # Nothing says how many there are: a few numbers are tried.
-        specs += [{**base, star: {"tuple": ["*"] * count}} for count in (1, 2, 3, 4)]
-    order = list(inspect.signature(model.forward).parameters)
-    keys = [json.dumps({name: spec[name] for name in order if name in spec}) for spec in specs]
-    return list(dict.fromkeys([*([] if sample is None else [sample]), *keys]))
+def dump(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"))

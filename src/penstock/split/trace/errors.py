@@ -1,4 +1,4 @@
-"""What is said where a forward cannot be traced: the line, the reason, and what to do."""
+"""The error for a forward that cannot be recorded: the line, the reason and the remedy."""
 
 from __future__ import annotations
 
@@ -8,41 +8,55 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.proxy import TraceError
 
 from penstock.errors import PlanError
-from penstock.split.trace.call import Call
 from penstock.split.trace.state import place_of, source_line
 
 
 class CannotTrace(PlanError):
-    """A forward that cannot be traced, at least not for this kind of call."""
+    """A forward that cannot be recorded, at least not for this kind of call.
 
-    marked = False  # whether it was seen to have marks
+    ``marked``: it was seen to have marks. ``definite``: other inputs would not help.
+    """
+
+    def __init__(self, message: str, *, marked: bool = False, definite: bool = False) -> None:
+        super().__init__(message)
+        self.marked, self.definite = marked, definite
 
 
-REMEDY = (
-    "mark the cuts elsewhere, move this part into a module of its own without cuts inside, or, if the model threads a "
-    'hidden state through a list of blocks, use blocks="…"'
-)
+REMEDY = "Mark the cuts elsewhere, or move this part into a module of its own without cuts inside"
 
 
-def cannot_trace(module: nn.Module, error: Exception, call: Call | None, path: str = "") -> CannotTrace:
-    """The error for a forward that raised ``error`` while it was traced."""
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether fake tensors cannot compute a result because it depends on data."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    text = str(error)
+    return (
+        not names.isdisjoint(("DataDependentOutputException", "DynamicOutputShapeException"))
+        or "data-dependent" in text
+        or "Cannot access data pointer" in text
+        or ".numpy() is not supported" in text
+    )
+
+
+def cannot_trace(
+    module: nn.Module, error: Exception, call: str | None, path: str = "", place: str | None = None
+) -> CannotTrace:
+    """The error for a forward that raised ``error`` while it was recorded, at ``place``."""
     name = f"{path} ({type(module).__name__})" if path else type(module).__name__
-    place = place_of(error) or _defined(module)
+    place = place or place_of(error) or _defined(module)
     line = source_line(place)
     text = str(error).strip().splitlines()
     reason = text[0].rstrip(".") if text else type(error).__name__
-    if isinstance(error, TraceError) or "control flow" in reason:
-        reason = f"it needs to know a value that is known only when the model runs ({reason})"
-    elif isinstance(error, NotImplementedError) and "made in forward" in reason:
-        reason = f"it gives {reason}: return a tensor, a tuple, a dict or a dataclass"
-    elif not isinstance(error, NotImplementedError):
+    definite = is_data_dependent(error)
+    if definite:
+        reason = f"its path depends on data that is known only when the model runs ({reason})"
+    else:
         reason = f"{type(error).__name__}: {reason}"
     shown = f" `{line}`" if line else ""
     called = f", called as {call}" if call is not None else ""
-    return CannotTrace(f"{place}:{shown} {name}.forward cannot be traced here{called}: {reason}. What to do: {REMEDY}")
+    message = f"{place}:{shown} {name}.forward cannot be traced here{called}: {reason}. {REMEDY}"
+    return CannotTrace(message, definite=definite)
 
 
 def _defined(module: nn.Module) -> str:

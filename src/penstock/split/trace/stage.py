@@ -1,16 +1,14 @@
-"""A stage of a traced model: the model's own modules under their own names, and the steps between them."""
+"""A stage of a recorded model: the model's own modules under their own names, and the steps between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.split.plan import Groups
-
-VARIANT = "penstock: called as"
-"""The key under which the kind of call crosses to the next stage, where it is not the usual kind."""
+from penstock.split.trace.call import tensors_of
 
 
 class _Mode:
@@ -57,11 +55,11 @@ class Mirror(nn.Module):
 class _Code:
     """What a stage runs; shared by its copies."""
 
-    def __init__(self, line: Any, groups: Groups, index: int) -> None:
-        self.line = line
+    def __init__(self, chain: Any, groups: Groups, index: int) -> None:
+        self.chain = chain
         self.groups = tuple(tuple(layers) for layers in groups)
         self.index = index
-        edges = line.edges(self.groups)
+        edges = chain.edges(self.groups)
         self.sources = sorted(edge.src for edge in edges if edge.dst == index)
         self.targets = sorted(edge.dst for edge in edges if edge.src == index)
 
@@ -70,35 +68,41 @@ class _Code:
 
 
 class TracedStage(Mirror):
-    """The steps of one stage, with the modules that they call."""
+    """The steps of one stage, with the modules that they call.
+
+    ``current_variant()`` is the kind of call of the micro-batch that this thread works on; None outside of a pipeline,
+    where it is that of the call that the first stage ran last.
+    """
+
+    current_variant: Callable[[], str | None] = staticmethod(lambda: None)
 
     def __init__(
         self,
-        line: Any,
+        chain: Any,
         groups: Groups,
         index: int,
         modules: Mapping[str, nn.Module],
         tensors: Iterable[tuple[str, Tensor]],
     ) -> None:
-        super().__init__(line.model)
-        self._code = _Code(line, groups, index)
-        for path in line.entered:
+        super().__init__(chain.model)
+        self._code = _Code(chain, groups, index)
+        for path in chain.entered:
             if path:
-                self._owner(line.model, path.split("."))
+                self._owner(chain.model, path.split("."))
         for path in sorted(modules, key=lambda path: path.count(".")):
             parents, _, name = path.rpartition(".")
-            owner = self._owner(line.model, parents.split(".") if parents else [])
+            owner = self._owner(chain.model, parents.split(".") if parents else [])
             if isinstance(owner, Mirror):
                 owner._modules[name] = modules[path]
         for full, tensor in tensors:
             parents, _, name = full.rpartition(".")
-            owner = self._owner(line.model, parents.split(".") if parents else [])
+            owner = self._owner(chain.model, parents.split(".") if parents else [])
             if not isinstance(owner, Mirror):
                 continue  # within a module that is held whole
             if isinstance(tensor, nn.Parameter):
                 owner._parameters[name] = tensor
             else:
-                keeps = name not in line.model.get_submodule(parents)._non_persistent_buffers_set
+                keeps = name not in chain.model.get_submodule(parents)._non_persistent_buffers_set
                 owner.register_buffer(name, tensor, persistent=keeps)
 
     def _owner(self, model: nn.Module, path: list[str]) -> nn.Module:
@@ -115,38 +119,24 @@ class TracedStage(Mirror):
 
     def forward(self, *values: Any) -> Any:
         code = self._code
-        line = code.line
-        flags = tuple(self._flag(path) for path in line.paths)
+        chain = code.chain
+        key = self.current_variant()
         if code.index == 0:
-            key, given = line.key(values[0])
-            inputs: list[Any] = [given]
+            if key is None:
+                key = chain.variant(values[0])
+            chain.last.key = key
+            inputs: list[Any] = [tensors_of(chain.recording(key).call, values[0])]
         else:
-            key = line.usual
-            chain = values[-1]
-            if type(chain) is dict and VARIANT in chain:
-                key, chain = chain[VARIANT], chain["values"]
-            inputs = [*values[:-1], chain]
-        program = line.program(code.groups, code.index, key, flags)
+            key = chain.last.key if key is None else key
+            inputs = list(values)
+        program = chain.program(code.groups, code.index, key)
         if code.index > 0:
-            inputs = [_taken(value, len(slots)) for value, slots in zip(inputs, program.received, strict=True)]
+            inputs = [
+                (value,) if len(numbers) == 1 else value
+                for value, numbers in zip(inputs, program.received, strict=True)
+            ]
         made = program(self, inputs)
         if not code.targets:
             return made
-        sent = [_given(values) for values in made]
-        if key != line.usual:
-            sent[0] = {VARIANT: key, "values": sent[0]}
+        sent = [row[0] if len(row) == 1 else tuple(row) for row in made]
         return sent[0] if len(sent) == 1 else tuple(sent)
-
-    def _flag(self, path: tuple[str, ...]) -> bool:
-        module: Any = self
-        for name in path:
-            module = module._modules[name]
-        return bool(module.training)
-
-
-def _given(values: list[Any]) -> Any:
-    return values[0] if len(values) == 1 else tuple(values)
-
-
-def _taken(value: Any, count: int) -> Any:
-    return (value,) if count == 1 else value

@@ -35,7 +35,7 @@ def recorder() -> Recorder | None:
 
 
 @contextmanager
-def recording(active: Recorder) -> Iterator[None]:
+def recording_in_thread(active: Recorder) -> Iterator[None]:
     """Marks that this thread reaches go to ``active``."""
     before = recorder()
     _here.recorder = active

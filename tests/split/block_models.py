@@ -1,4 +1,4 @@
-"""Models with a trunk as people write them, and the equality of a model in stages with the whole one."""
+"""Models with a list of blocks, and the equality of a model in stages with the plain one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.split.plan import Plan, build_plan, run_stages
-from penstock.split.trunk.line import trunk_chain
+from penstock.split.plan import LayerChain, Plan, build_plan, run_stages
+from penstock.split.trace.chain import TraceChain, trace_chain
 
 WIDTH, TOKENS = 8, 16
+SIZES = [(4,), (2, 2), (1, 3), (3, 1), (1, 2, 1), (1, 1, 1, 1)]
 
 
 class Block(nn.Module):
@@ -33,7 +34,7 @@ class Block(nn.Module):
         return x + self.drop(F.gelu(y))
 
 
-class Trunked(nn.Module):
+class BlockModel(nn.Module):
     """The parts that most of the models here have."""
 
     def __init__(self, blocks: int = 4) -> None:
@@ -46,7 +47,7 @@ class Trunked(nn.Module):
         self.head = nn.Linear(WIDTH, TOKENS)
 
 
-class Usual(Trunked):
+class Masked(BlockModel):
     """Embedding, a positional parameter, dropout; norm and head."""
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -69,18 +70,22 @@ def tril() -> Tensor:
     return torch.ones(6, 6).tril() / 6
 
 
-def cut(model: nn.Module, sizes: Sequence[int], blocks: str | None = "blocks") -> Plan:
-    """A plan with ``sizes[i]`` blocks in stage ``i``."""
-    line = trunk_chain(model, blocks)
+def chain_of_blocks(model: nn.Module, *args: Any, blocks: str = "blocks", **kwargs: Any) -> TraceChain:
+    """The chain for this call, with cuts between the blocks."""
+    return trace_chain(model, stages=None, blocks=blocks, sample=(args, kwargs))
+
+
+def plan_of_sizes(chain: LayerChain, sizes: Sequence[int]) -> Plan:
+    """A plan with ``sizes[i]`` layers in stage ``i``."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return build_plan(line, [line.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)])
+    return build_plan(chain, [chain.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)])
 
 
 def answer(model: nn.Module, output: Any) -> dict[str, Any]:
     """Outputs, loss, gradients, buffers and random state after a backward."""
     leaves = [leaf for leaf in pytree.tree_leaves(_plain(output)) if isinstance(leaf, Tensor)]
     given = _plain(output).get("loss") if isinstance(_plain(output), dict) else None
-    loss = given if given is not None else sum(leaf.pow(2).sum() for leaf in leaves if leaf.requires_grad)
+    loss = given if given is not None else sum(leaf.float().pow(2).sum() for leaf in leaves if leaf.requires_grad)
     if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()
     found: dict[str, Any] = {f"output {i}": leaf.detach() for i, leaf in enumerate(leaves)}
@@ -91,20 +96,31 @@ def answer(model: nn.Module, output: Any) -> dict[str, Any]:
 
 
 def assert_staged(
-    model: nn.Module, plan: Plan, *args: Any, seed: int = 0, modules: Sequence[nn.Module] | None = None, **kwargs: Any
+    model: nn.Module, plan: Plan, *args: Any, modules: Sequence[nn.Module] | None = None, **kwargs: Any
 ) -> Any:
-    """The stages of ``plan`` compute what the whole model does, bit for bit; gives what the last stage returned."""
-    whole = copy.deepcopy(model)
-    torch.manual_seed(seed)
-    want = answer(whole, whole(*args, **kwargs))
-    torch.manual_seed(seed)
+    """The stages of ``plan`` compute the same as the plain model, bit for bit; returns the last stage's output."""
+    model.zero_grad()
+    plain = copy.deepcopy(model)
+    torch.manual_seed(0)
+    expected = plain(*args, **kwargs)
+    want = answer(plain, expected)
+    torch.manual_seed(0)
     output = run_stages(plan, args, kwargs, modules)
+    assert type(output) is type(expected)
     got = answer(model, output)
     assert list(got) == list(want)
     for name, value in want.items():
         assert (value is None) == (got[name] is None), name
         assert value is None or torch.equal(value, got[name]), name
     return output
+
+
+def assert_staged_between_blocks(model: nn.Module, *args: Any, blocks: str = "blocks", **kwargs: Any) -> TraceChain:
+    """A model with four blocks is equal to the plain one in one to four stages; returns its chain."""
+    chain = chain_of_blocks(model, *args, blocks=blocks, **kwargs)
+    for sizes in SIZES:
+        assert_staged(model, plan_of_sizes(chain, sizes), *args, **kwargs)
+    return chain
 
 
 def _plain(output: Any) -> Any:

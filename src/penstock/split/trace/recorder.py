@@ -1,0 +1,793 @@
+"""Record a forward by running it on tensors without data.
+
+Inputs are ``Value`` tensors: each has the shape, dtype and device of a fake tensor, and a number. Python code on types,
+shapes, dtypes, None and containers therefore just runs. A call of a torch function on values is computed on their fake
+tensors and recorded; a call of a module that is not entered is recorded as one step.
+
+    data that depends on the inputs alone    the sample's value is used, and the answer belongs to the recording's key
+    data that parameters had a part in       the innermost module that asks stays whole, and the recording starts again
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
+from torch.utils.checkpoint import CheckpointFunction
+
+from penstock._torch import DisableTorchFunction, DisableTorchFunctionSubclass, fake_tensor_mode, storage_id
+from penstock.errors import PlanError
+from penstock.split.lazy import Lazy
+from penstock.split.marks import Block, CutPoint, begin_block_of, cut_points, forward_block_of
+from penstock.split.sample import ModuleState
+from penstock.split.trace.call import call_text, forward_arguments, rebuild
+from penstock.split.trace.errors import CannotTrace, cannot_trace, is_data_dependent
+from penstock.split.trace.recording import (
+    Attribute,
+    OwnDevice,
+    Recording,
+    Ref,
+    Step,
+    changed_context,
+    context_now,
+    evaluate,
+    is_uniform,
+    leaves_of,
+    map_tree,
+)
+from penstock.split.trace.state import place_of, recording_in_thread, user_line
+
+_LOCK = threading.RLock()  # a recording patches nn.Module for all threads: one at a time
+_NO_WRAP = get_default_nowrap_functions()
+_RANDOM = re.compile(r"rand|normal|dropout|bernoulli|multinomial|uniform|exponential|geometric|poisson|cauchy")
+_EFFECTS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """``F.one_hot`` for fake tensors: torch looks at the data even where the number of classes is given."""
+    if num_classes < 0:
+        return F.one_hot(tensor, num_classes)
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
+
+
+def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """``torch.bincount`` for fake tensors, if no value is expected to reach ``minlength``; the replay checks it."""
+    if not minlength:
+        return torch.bincount(tensor, weights)
+    return torch.empty(minlength, dtype=torch.long if weights is None else weights.dtype, device=tensor.device)
+
+
+_WITHOUT_DATA: dict[Any, Callable[..., Tensor]] = {F.one_hot: _one_hot, torch.bincount: _bincount}
+
+
+class Value(Tensor):
+    """A tensor of a forward that is being recorded."""
+
+    fake: Tensor
+    number: int
+    known: bool  # it depends on the inputs alone
+
+    @staticmethod
+    def __new__(cls: Any, fake: Tensor, number: int, known: bool) -> Value:
+        value: Value = Tensor._make_wrapper_subclass(
+            cls,
+            fake.size(),
+            strides=fake.stride() if fake.layout is torch.strided else None,
+            storage_offset=fake.storage_offset() if fake.layout is torch.strided else 0,
+            dtype=fake.dtype,
+            layout=fake.layout,
+            device=fake.device,
+            requires_grad=fake.requires_grad,
+        )
+        value.fake, value.number, value.known = fake, number, known
+        return value
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Value({self.number}, shape={tuple(self.fake.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(f"{func} was called on a tensor of a recorded forward in a way that is not recorded")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = _active.get(threading.get_ident())
+        if recorder is None:
+            raise RuntimeError(f"{func} was called on a tensor of a recorded forward after the recording")
+        return recorder.function(func, args, kwargs or {})
+
+
+class KeepWhole(BaseException):
+    """The recording starts again, with this module as one step. Not an Exception, so that no forward catches it."""
+
+    def __init__(self, path: str, error: BaseException) -> None:
+        super().__init__(path)
+        self.path, self.error, self.place = path, error, place_of(error) or user_line()
+
+
+class Enter(BaseException):
+    """The recording starts again, with this module entered: it returns objects that hold tensors."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+_active: dict[int, Recorder] = {}  # by thread
+
+
+class _RecordFunctions(TorchFunctionMode):
+    """Sees calls of functions without values among their arguments too: torch.arange, or parameters alone."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.recorder.function(func, args, kwargs or {})
+
+
+class Marking:
+    """Follows the marks of one forward. With ``silent``, modules begin layers and marks do nothing."""
+
+    def __init__(self, model: nn.Module, silent: bool, result: Recording) -> None:
+        self.cut_points = cut_points(model)
+        self.silent = silent
+        self.layer: str | None = None
+        self.open: list[str | None] = []
+        self.numbers: dict[Block, str] = {}  # of the blocks without names
+        self.path = [""]  # of the modules whose forwards are running
+        self.result = result
+
+    def mark(self, point: CutPoint | None, value: Any) -> Any:
+        if self.silent:
+            return value
+        where, result = user_line(), self.result
+        if point is None:
+            line = where.rpartition("/")[2]
+            seen = sum(name.partition("#")[0] == f"cut at {line}" for name in result.order)
+            name = f"cut at {line}" + (f"#{seen + 1}" if seen else "")
+        else:
+            name = self.cut_points.get(id(point), f"CutPoint at {where}")
+            if id(point) in result.points:
+                raise PlanError(
+                    f"the CutPoint {name} is used twice, at {result.lines[name]} and at {where}: "
+                    "each is used once; make one for each place"
+                )
+            result.points.add(id(point))
+        self._kind("cuts", where)
+        self.begin_layer(name, where)
+        return value
+
+    def begin_layer(self, name: str, where: str) -> None:
+        self.result.order.append(name)
+        self.result.marked |= set(self.path)
+        self.result.lines.setdefault(name, where)
+        self.layer = name
+
+    def enter(self, block: Block) -> None:
+        self.open.append(self.layer)
+        self.begin(block)
+
+    def leave(self) -> None:
+        outer = self.open.pop()
+        if self.open and outer is not None:  # within another block; after the outermost, its name stays
+            self.layer = outer
+
+    def begin(self, block: Block) -> None:
+        if self.silent:
+            return
+        where, result = user_line(), self.result
+        name = block.name or self.numbers.setdefault(block, str(len(self.numbers)))
+        self._kind("blocks", where)
+        result.marked |= set(self.path)
+        if name not in result.lines:
+            self.begin_layer(name, where)
+        if block.device is not None and result.devices.setdefault(name, block.device) != block.device:
+            raise PlanError(
+                f"block {name!r} is marked for {result.devices[name]} and, at {where}, for {block.device}: "
+                "a block has one device"
+            )
+        self.layer = name
+
+    def _kind(self, kind: str, where: str) -> None:
+        if self.result.kind not in ("", kind):
+            first = self.result.lines[self.result.order[0]]
+            raise PlanError(f"the model is marked with cut points and with blocks ({first}, {where}): use one of them")
+        self.result.kind = kind
+
+
+class Recorder(Marking):
+    """Records one call of a model.
+
+    ``entered`` are the modules whose forwards are recorded, and ``starts(path)`` is the layer that begins with a call
+    of a module, where modules and not marks begin layers. ``tensors`` are the inputs' data; where a rank does not have
+    them, ``answers`` are those of the rank that has.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        key: str,
+        call: Mapping[str, Any],
+        *,
+        entered: Collection[str],
+        whole: Collection[str] = (),
+        starts: Callable[[str], str | None] | None,
+        lead: Block | None = None,
+        tensors: Sequence[Tensor] | None = None,
+        answers: Sequence[Any] | None = None,
+        parameters: Mapping[str, Any],
+    ) -> None:
+        super().__init__(model, starts is not None, Recording(key, call_text(model, call), call))
+        self.model, self.call, self.parameters = model, call, parameters
+        self.is_entered = entered
+        self.whole = whole
+        self.starts, self.lead = starts, lead
+        self.tensors, self.answers = tensors, answers
+        self.mode = fake_tensor_mode()
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
+        self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
+        self.values: list[Value] = []
+        self.value_of: dict[int, Value] = {}  # by identity of the fake tensor
+        self.unknown: set[int] = set()  # storages whose contents do not depend on the inputs alone any more
+        self.busy = 0  # above 0: functions and modules run as they are, on fake tensors
+        self.context = context_now()
+        self.running = ""  # the module that runs whole
+        self.captured: dict[int, tuple[str, Any]] = {}  # tensors inside of such modules that hooks may have taken out
+        self.hooks_before = {id(hook) for module in model.modules() for hook in module._forward_hooks.values()}
+        self.device = _main_device(model, tensors)
+
+    def record(self) -> Recording:
+        """Run the forward. The model and the random generators are as before, whatever happens."""
+        result, model = self.result, self.model
+        with _LOCK, ExitStack() as stack:
+            before = ModuleState(model.modules())
+            stack.callback(before.restore)
+            stack.enter_context(recording_in_thread(self))
+            stack.enter_context(_patched(self))
+            if user_hooks(model):
+                raise hooked_module("", model)
+            args, kwargs = self._inputs()
+            for begins in (self.lead, begin_block_of(model)):
+                if begins is not None:
+                    self.begin(begins)
+            try:
+                with _RecordFunctions(self):
+                    result.entered.add("")
+                    output = model.forward(*args, **kwargs)
+            except (PlanError, KeepWhole, Enter):
+                raise
+            except Exception as error:
+                failure = cannot_trace(model, error, result.text)
+                failure.marked = bool(result.order) and not self.silent
+                raise failure from error
+            result.output = self._placed(output)
+            self._check_output(output)
+            self._check_state(before)
+        result.storages = {value.number: self._storage(value) for value in self.values}
+        return result
+
+    def _inputs(self) -> tuple[list[Any], dict[str, Any]]:
+        def value(described: list[Any], _: Any) -> Value:
+            shape, dtype, requires_grad = described
+            with self.mode:
+                fake = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device, requires_grad=requires_grad)
+                fake = fake.clone() if requires_grad else fake  # it need not be a leaf of the caller's graph
+            made = self._value(fake, True)
+            self.result.inputs.append(made.number)
+            return made
+
+        values = {}
+        for name, spec in self.call.items():
+            count = len(self.result.inputs)
+            values[name] = rebuild(spec, None, value)
+            for number in self.result.inputs[count:]:
+                self.result.labels[number] = name
+        return forward_arguments(self.model, values, self.parameters)
+
+    # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _value(self, fake: Tensor, known: bool, label: str = "") -> Value:
+        value = Value(fake, len(self.values), known)
+        self.values.append(value)
+        self.value_of.setdefault(id(fake), value)
+        self.result.labels[value.number] = label
+        return value
+
+    def _storage(self, value: Value) -> int:
+        return storage_id(value.fake) if value.fake.layout is torch.strided else -1 - value.number
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        """The fake tensor of a value, or of a real tensor: a parameter, a buffer or a constant."""
+        if type(tensor) is Value:
+            return tensor.fake
+        if _is_fake(tensor):
+            return tensor
+        if id(tensor) not in self.fakes:
+            device = self._canonical(tensor.device)
+            plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+            with DisableTorchFunction(), torch.no_grad(), self.mode:
+                if plain or hasattr(tensor, "placements"):  # of a DTensor, the shape of all its shards together
+                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                else:
+                    fake = self.mode.from_tensor(tensor)
+                fake.requires_grad_(tensor.requires_grad)
+            self.fakes[id(tensor)] = (tensor, fake)
+        return self.fakes[id(tensor)][1]
+
+    def _canonical(self, device: torch.device) -> torch.device:
+        """One device for all stages' devices: they may be on several of one kind, or have no memory yet."""
+        return self.device if device.type in (self.device.type, "meta") else device
+
+    def _all_fake(self, tree: Any) -> Any:
+        return map_tree(tree, lambda leaf: self._fake(leaf) if isinstance(leaf, Tensor) else leaf)
+
+    def _placed(self, tree: Any) -> Any:
+        """A tree with placeholders in place of values, parameters, buffers and the device of the stages."""
+
+        def leaf(value: Any) -> Any:
+            if type(value) is Value:
+                return Ref(value.number)
+            if isinstance(value, Tensor):
+                if _is_fake(value):
+                    return Ref(self._taken_out(value).number)
+                name = self.names.get(id(value))
+                return value if name is None else Attribute(name)
+            if isinstance(value, torch.device) and self._canonical(value) == self.device:
+                return OwnDevice()
+            return value
+
+        return map_tree(tree, leaf)
+
+    def _known(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on the inputs alone. Floating-point buffers may be changed by training."""
+        if type(tensor) is Value:
+            return tensor.known and self._storage(tensor) not in self.unknown
+        name = self.names.get(id(tensor))
+        if name is None:
+            return not tensor.is_meta
+        parents, _, last = name.rpartition(".")
+        persistent = last not in self.model.get_submodule(parents)._non_persistent_buffers_set
+        return not isinstance(tensor, nn.Parameter) and not tensor.is_meta and not (
+            tensor.is_floating_point() and persistent
+        )
+
+    # ── functions ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call of a torch function: run it on fake tensors, and record it."""
+        if self.busy:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is Tensor.__iter__ or func is Tensor.__reversed__:
+            rows = self.function(torch.unbind, args, {})
+            return iter(rows if func is Tensor.__iter__ else rows[::-1])
+        if func is Tensor.__getitem__ and not self._known(args[0]):
+            args = (args[0], self._integer_index(args[1]))
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or func in _NO_WRAP:
+            found = self._read(func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        if name in ("__set__", "__delete__"):
+            return self._assign(func, args)
+        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [self._taken_out(tensor) if _is_fake(tensor) else tensor for tensor in tensors]
+        known = all(map(self._known, tensors)) and (is_uniform(func) or not _RANDOM.search(name))
+        known = known and func not in _EFFECTS
+        versions = [self._version(tensor) for tensor in tensors]
+        step = Step(func, None, None, [], self.layer, "", known=known, context=changed_context(self.context))
+        try:
+            with self._running(), self.mode, DisableTorchFunctionSubclass():
+                result = _WITHOUT_DATA.get(func, func)(*self._all_fake(args), **self._all_fake(kwargs))
+            if isinstance(result, Tensor) and func in (torch.tensor, torch.as_tensor) and not _is_fake(result):
+                result = self._fake(result)
+        except Exception as error:
+            if not is_data_dependent(error):
+                raise
+            result = self._ask(step, func, args, kwargs, error)
+        return self._note(step, args, kwargs, tensors, versions, result)
+
+    def _integer_index(self, index: Any) -> Any:
+        """An index without masks that depend on the inputs alone: the shape of ``x[mask]`` depends on their values."""
+        items: list[Any] = []
+        for item in index if type(index) is tuple else (index,):
+            if type(item) is Value and item.dtype in (torch.bool, torch.uint8) and self._known(item):
+                items.extend(self.function(Tensor.nonzero, (item,), {"as_tuple": True}))
+            else:
+                items.append(item)
+        return tuple(items) if type(index) is tuple or len(items) > 1 else items[0]
+
+    def _taken_out(self, tensor: Tensor) -> Value:
+        """The value of a fake tensor that a hook has seen in a module that runs whole; else the module is entered."""
+        if id(tensor) in self.value_of:
+            return self.value_of[id(tensor)]
+        if id(tensor) in self.captured:
+            raise Enter(self.captured[id(tensor)][0])
+        raise RuntimeError("a tensor that a module has computed is used outside of it, but it did not return it")
+
+    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An attribute that is no tensor, such as a shape; NotImplemented if it is a tensor that depends on data."""
+        with self._running(), self.mode, DisableTorchFunctionSubclass():
+            found = func(*self._all_fake(args), **self._all_fake(kwargs))
+        if isinstance(found, Tensor):
+            return NotImplemented
+        return found
+
+    def _assign(self, func: Any, args: Any) -> Any:
+        """``x.requires_grad = True`` and ``x.data = y``."""
+        if getattr(getattr(func, "__self__", None), "__name__", "") != "requires_grad" or type(args[0]) is not Value:
+            raise RuntimeError(f"an assignment to an attribute of a tensor is not recorded: {func}")
+        return self.function(Tensor.requires_grad_, args, {})
+
+    def _version(self, tensor: Tensor) -> int:
+        return self._fake(tensor)._version
+
+    def _ask(self, step: Step, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        """The result of a function that depends on data: from the inputs, or as the rank with the inputs found it."""
+        index = len(self.result.answers)
+        if not step.known:
+            raise self._refuse(error)
+        step.asks = True
+        step.args, step.kwargs = self._placed(args), self._placed(kwargs)
+        if self.answers is not None:
+            answer = self.answers[index]
+        elif self.tensors is None:
+            raise self._refuse(error)
+        else:
+            steps = [one for one in self.result.steps if one.known] + [step]
+            env = dict(zip(self.result.inputs, self.tensors, strict=True))
+            with self._running(), DisableTorchFunction():
+                found = evaluate(steps, env, self.model)
+            if found is None:  # it depends on a random number
+                raise self._refuse(error)
+            answer = found[-1]
+        self.result.answers.append(answer)
+        step.answer = answer
+        return self._from_answer(answer)
+
+    def _refuse(self, error: Exception) -> BaseException:
+        """The innermost module stays whole; an error if that is the model."""
+        return KeepWhole(self.path[-1], error) if self.path[-1] else error
+
+    def _from_answer(self, answer: Any) -> Any:
+        if isinstance(answer, dict):
+            with self.mode:
+                return torch.empty(answer["shape"], dtype=getattr(torch, answer["dtype"]), device=self.device)
+        if isinstance(answer, list) and any(isinstance(item, dict) for item in answer):
+            return tuple(map(self._from_answer, answer))
+        return answer
+
+    def _note(
+        self, step: Step, args: Any, kwargs: Any, tensors: Sequence[Tensor], versions: Sequence[int], result: Any
+    ) -> Any:
+        """Record a step whose result on fake tensors is ``result``; returns it as values."""
+        changed = [t for t, version in zip(tensors, versions, strict=True) if self._version(t) != version]
+        inside = leaves_of(result)
+        has_tensors = any(isinstance(leaf, Tensor) for leaf in inside)
+        if not (has_tensors or changed or step.asks or step.module or step.target in _EFFECTS):
+            return result
+        step.args, step.kwargs, step.where = self._placed(args), self._placed(kwargs), user_line()
+        step.changes = frozenset(self._storage(t) for t in changed if type(t) is Value)
+        step.changed_names = tuple(
+            self.names[id(t)] for t in changed if type(t) is not Value and id(t) in self.names
+        )
+        if not step.known:
+            self.unknown |= step.changes
+        same = {id(self._fake(tensor)): tensor for tensor in tensors}
+        label = step.target if step.module else getattr(step.target, "__name__", str(step.target))
+
+        def value(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                step.outputs.append(None)
+                return leaf
+            known = same.get(id(leaf))
+            if known is None:
+                known = self._value(leaf, step.known, label)
+            elif type(known) is not Value and id(known) in self.names and step.module:
+                known = self._value(leaf, False, label)
+            step.outputs.append(known.number if type(known) is Value else None)
+            if not step.module and step.target in _WITHOUT_DATA:
+                step.shape = tuple(leaf.shape)
+            return known
+
+        made = map_tree(result, value)
+        if not any(number is not None for number in step.outputs) and not step.module:
+            step.outputs = []
+        self.result.steps.append(step)
+        return made
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self.busy += 1
+        try:
+            yield
+        finally:
+            self.busy -= 1
+
+    # ── modules ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def call_module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.busy:
+            return self._call_inside(module, args, kwargs)
+        if isinstance(module, CutPoint):
+            return self.mark(module, module.forward(*args, **kwargs))
+        path = self.paths.get(id(module))
+        if path is None:
+            if next(module.parameters(), None) is not None:
+                raise PlanError(
+                    f"{user_line()}: the {type(module).__name__} that is called here has parameters, but the model "
+                    "does not know it (is it in a plain list?): keep it as an attribute or in an nn.ModuleList"
+                )
+            return _original_call(module, *args, **kwargs)
+        begins, scope = begin_block_of(module), forward_block_of(module)
+        if begins is not None:
+            self.begin(begins)
+        if scope is not None:
+            self.enter(scope)
+        try:
+            return self._call(path, module, args, kwargs)
+        finally:
+            if scope is not None:
+                self.leave()
+
+    def _call_inside(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call within a module that runs whole, on fake tensors. The model's own hooks may take its output out."""
+        if isinstance(module, Lazy):
+            return torch.func.functional_call(self._outline(module), self._state(module), args, kwargs)
+        result = module.forward(*args, **kwargs)
+        if self._has_own_hooks(module):
+            for leaf in leaves_of((args, result)):
+                self.captured[id(leaf)] = (self.running, leaf)
+        return self._run_own_hooks(module, args, kwargs, result)
+
+    def _has_own_hooks(self, module: nn.Module) -> bool:
+        return any(map(self._is_own_hook, module._forward_hooks.values()))
+
+    def _is_own_hook(self, hook: Any) -> bool:
+        """Whether a hook is part of the model's forward: registered while it runs, or by its library."""
+        return id(hook) not in self.hooks_before or _belongs_to_library(hook, self.model)
+
+    def _run_own_hooks(self, module: nn.Module, args: Any, kwargs: Any, made: Any) -> Any:
+        for key, hook in list(module._forward_hooks.items()):
+            if self._is_own_hook(hook):
+                with_kwargs = key in module._forward_hooks_with_kwargs
+                changed = hook(module, args, kwargs, made) if with_kwargs else hook(module, args, made)
+                made = made if changed is None else changed
+        return made
+
+    def _call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        enters = path in self.is_entered and path not in self.whole
+        if self.starts is not None:
+            name = self.starts(path)
+            if name is not None:
+                self.begin_layer(name, user_line())
+        if not enters:
+            return self._call_whole(path, module, args, kwargs)
+        if user_hooks(module, self.hooks_before, self.model):
+            raise hooked_module(path, module)
+        self.path.append(path)
+        self.result.entered.add(path)
+        try:
+            return _original_call(module, *args, **kwargs)
+        except (KeepWhole, Enter, PlanError):
+            raise
+        except Exception as error:
+            raise KeepWhole(path, error) from error
+        finally:
+            self.path.pop()
+
+    def _call_whole(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        with DisableTorchFunction():
+            tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+            versions = [self._version(tensor) for tensor in tensors]
+            step = Step(path, None, None, [], self.layer, "", module=True, context=changed_context(self.context))
+            result = self._run_module(path, module, args, kwargs)
+            if any(not isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves_of(result)) and can_enter(module):
+                raise Enter(path)
+            made = self._note(step, args, kwargs, tensors, versions, result)
+        return self._run_own_hooks(module, args, kwargs, made)
+
+    def _run_module(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The result of a whole module, on fake tensors."""
+        outline, self.running = self._outline(module), path
+        given, given_kwargs = self._all_fake(args), self._all_fake(kwargs)
+        try:
+            with self._running(), self.mode, DisableTorchFunction():
+                if isinstance(outline, torch.jit.ScriptModule):
+                    raise NotImplementedError
+                return torch.func.functional_call(
+                    outline, self._state(module), given, given_kwargs, tie_weights=False
+                )
+        except Exception as error:
+            return self._run_for_real(path, outline, args, kwargs, error)
+
+    def _outline(self, module: nn.Module) -> nn.Module:
+        outline = module.outline() if isinstance(module, Lazy) else module
+        if outline is None:
+            raise PlanError(f"{module!r} cannot be built on the meta device: build it before the split")
+        return outline
+
+    def _state(self, module: nn.Module) -> dict[str, Tensor]:
+        """Fake parameters and buffers of a module; those of buffers are copies, which it may change."""
+        outline = self._outline(module)
+        state = {name: self._fake(p) for name, p in outline.named_parameters(remove_duplicate=False)}
+        buffers = {name: self._fake(b) for name, b in outline.named_buffers(remove_duplicate=False)}
+        clones = {id(fake): fake.clone() for fake in buffers.values()}
+        return {**state, **{name: clones[id(fake)] for name, fake in buffers.items()}}
+
+    def _run_for_real(self, path: str, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
+        """The result of a module that fake tensors cannot follow, from a copy of it that runs on zeros.
+
+        Where that fails too, the module is entered, unless it was before.
+        """
+        failure: BaseException = Enter(path) if can_enter(module) and path not in self.whole else error
+        if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+            raise failure
+        if any(map(self._has_own_hooks, module.modules())):  # they would see real tensors
+            raise failure
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if type(leaf) is Value else leaf
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+            return made.requires_grad_().clone() if leaf.requires_grad else made
+
+        device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+        try:
+            with self._running(), DisableTorchFunction(), torch.random.fork_rng([]):
+                copied = module if isinstance(module, torch.jit.ScriptModule) else copy.deepcopy(module)
+                found = copied(*map_tree(args, real), **map_tree(kwargs, real))
+        except Exception as inner:
+            raise failure from inner
+        with self._running(), self.mode, DisableTorchFunction():
+            return map_tree(found, fake)
+
+    # ── checks at the end ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check_output(self, output: Any) -> None:
+        for leaf in leaves_of(output):
+            if not isinstance(leaf, (Tensor, *_PLAIN)) and any(isinstance(v, Tensor) for v in vars_of(leaf)):
+                raise CannotTrace(
+                    f"{type(self.model).__name__}.forward returns a {type(leaf).__name__}, which holds tensors: return "
+                    "a tensor, a tuple, a dict or a dataclass",
+                    definite=True,
+                )
+
+    def _check_state(self, before: ModuleState) -> None:
+        """An entered module must not keep anything: its forward does not run again."""
+        for path in sorted(self.result.entered):
+            module = self.model.get_submodule(path)
+            names = [name for name in before.changed(module) if name != "_buffers" and not _harmless(module, name)]
+            prefix = f"{path}." if path else ""
+            names += [n for n, t in module._buffers.items() if t is not None and self.names.get(id(t)) != prefix + n]
+            if not names:
+                continue
+            text = (
+                f"{f'{path} ({type(module).__name__})' if path else type(module).__name__} sets {', '.join(names)} "
+                "while it runs, and its forward is recorded because cuts lie inside: it would be lost. Set it in a "
+                "module without cuts of its own, or, if it is a buffer, change it in place"
+            )
+            error = CannotTrace(text, definite=True)
+            raise KeepWhole(path, error) if path else error
+        if before.random_drawn():
+            raise PlanError(
+                f"{type(self.model).__name__}.forward draws random numbers that a recording would freeze: draw them "
+                "with torch (torch.rand, F.dropout), or in a module without cuts of its own"
+            )
+
+
+def vars_of(value: Any) -> list[Any]:
+    return list(vars(value).values()) if hasattr(value, "__dict__") else []
+
+
+def _harmless(module: nn.Module, name: str) -> bool:
+    """Whether a changed attribute is a flag that a library sets once, or the hooks that it installs."""
+    return name.endswith("_hooks") or name.startswith("_forward_hooks") or type(vars(module).get(name)) is bool
+
+
+def can_enter(module: nn.Module) -> bool:
+    return not type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(
+        module, (torch.jit.ScriptModule, Lazy)
+    )
+
+
+def user_hooks(module: nn.Module, before: Collection[int] | None = None, model: nn.Module | None = None) -> bool:
+    """Whether calling a module runs hooks that are not part of the model's own forward."""
+    forward = [
+        hook
+        for hook in module._forward_hooks.values()
+        if (before is None or id(hook) in before) and not _belongs_to_library(hook, model or module)
+    ]
+    return bool(forward or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def hooked_module(path: str, module: nn.Module) -> PlanError:
+    name = f"{path} ({type(module).__name__})" if path else type(module).__name__
+    return PlanError(
+        f"{name} has hooks, and no stage runs the whole of it because cuts lie inside: register the hooks on modules "
+        "that are not cut"
+    )
+
+
+def _belongs_to_library(hook: Any, model: nn.Module) -> bool:
+    """Whether the installed library of the model has registered a hook: it is a part of the forward."""
+    code = getattr(hook, "__code__", None)
+    package = type(model).__module__.partition(".")[0]
+    return (
+        code is not None
+        and f"site-packages/{package}/" in code.co_filename.replace("\\", "/")
+        and (getattr(hook, "__module__", None) or "").partition(".")[0] == package
+    )
+
+
+def _is_fake(tensor: Any) -> bool:
+    return type(tensor).__name__ == "FakeTensor"
+
+
+def _main_device(model: nn.Module, tensors: Sequence[Tensor] | None) -> torch.device:
+    """The device that stands for those of all stages: of the accelerator, if there is one."""
+    devices = [t.device for t in (*(tensors or ()), *model.parameters(), *model.buffers())]
+    kinds = [device.type for device in devices if device.type not in ("cpu", "meta")]
+    return torch.device(kinds[0], 0) if kinds else torch.device("cpu")
+
+
+_original_call: Any = nn.Module.__call__
+
+
+@contextmanager
+def _patched(recorder: Recorder) -> Iterator[None]:
+    """Let calls of modules and of autograd functions in this thread go to the recorder."""
+    function: Any = torch.autograd.Function
+    thread, apply, bound = threading.get_ident(), function.__dict__["apply"], function.apply.__func__
+
+    def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            original = lazy_call if isinstance(module, Lazy) else _original_call
+            return original(module, *args, **kwargs)
+        return recorder.call_module(module, args, kwargs)
+
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread or recorder.busy:
+            return bound(cls, *args, **kwargs)
+        if cls is CheckpointFunction:  # (function, preserve_rng_state, *arguments)
+            return args[0](*args[2:])
+        with DisableTorchFunction():
+            return recorder.function(MethodType(bound, cls), args, kwargs)
+
+    lazy_call: Any = Lazy.__call__
+    nn.Module.__call__ = Lazy.__call__ = call  # type: ignore[method-assign,assignment]
+    function.apply = classmethod(applied)
+    _active[thread] = recorder
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # it logs what fake tensors cannot do
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        nn.Module.__call__, Lazy.__call__ = _original_call, lazy_call  # type: ignore[method-assign]
+        function.apply = apply
+        del _active[thread]
+        logger.setLevel(level)
