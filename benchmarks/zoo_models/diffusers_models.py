@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import penstock as ps
-from benchmarks.zoo_models import BATCH, Entry, noise
+from benchmarks.zoo_models import BATCH, Entry, ids, noise
 
 
 def steps() -> Tensor:
@@ -155,7 +155,7 @@ def entries() -> list[Entry]:
               downsampling_ratios=[2, 4], decoder_channels=8, decoder_input_channels=4, channel_multiples=[1, 2]),
         entry("VQModel", image, block_out_channels=(16, 32), down_block_types=("DownEncoderBlock2D",) * 2,
               up_block_types=("UpDecoderBlock2D",) * 2, norm_num_groups=8, latent_channels=3, num_vq_embeddings=16),
-        entry("UVit2DModel", lambda: {"input_ids": torch.randint(0, 20, (BATCH, 4, 4)),
+        entry("UVit2DModel", lambda: {"input_ids": ids(BATCH, 4, 4, vocab=20),
               "encoder_hidden_states": noise(BATCH, 6, 16), "pooled_text_emb": noise(BATCH, 16),
               "micro_conds": noise(BATCH, 5).abs() * 9}, hidden_size=32, cond_embed_dim=16, encoder_hidden_size=16,
               num_hidden_layers=4, num_attention_heads=4, intermediate_size=64, vocab_size=24, codebook_size=20,

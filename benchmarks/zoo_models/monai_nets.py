@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.zoo_models import BATCH, Entry, noise
+from benchmarks.zoo_models import BATCH, Entry, ids, noise
 
 
 def entries() -> list[Entry]:
@@ -60,7 +60,7 @@ def entries() -> list[Entry]:
               num_embeddings=16, embedding_dim=8),
         entry("DiffusionModelUNet", steps, spatial_dims=2, in_channels=1, out_channels=1, channels=(8, 16),
               num_res_blocks=1, attention_levels=(False, True), norm_num_groups=4, num_head_channels=8),
-        entry("DecoderOnlyTransformer", lambda: (torch.randint(0, 20, (BATCH, 12)),), num_tokens=20, max_seq_len=16,
+        entry("DecoderOnlyTransformer", lambda: (ids(BATCH, 12, vocab=20),), num_tokens=20, max_seq_len=16,
               attn_layers_dim=32, attn_layers_depth=4, attn_layers_heads=4),
         entry("RegUNet", spatial_dims=2, in_channels=1, num_channel_initial=8, depth=2, out_channels=2),
         entry("Regressor", in_shape=(1, 32, 32), out_shape=(2,), channels=(8, 16, 16), strides=(2, 2, 2)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.zoo_models import BATCH, Entry, noise
+from benchmarks.zoo_models import BATCH, Entry, ids, noise
 from benchmarks.zoo_models.transformers_common import entry, image, image_class
 
 BACKBONE = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1],
@@ -99,7 +99,7 @@ def entries() -> list[Entry]:
               "labels": torch.tensor([0, 1, 1, 0])}, image_size=16, num_frames=2),
         entry("VideoMAEForVideoClassification", lambda: {"pixel_values": noise(BATCH, 4, 3, 16, 16),
               "labels": torch.tensor([0, 1, 1, 0])}, image_size=16, num_frames=4, tubelet_size=2),
-        entry("ImageGPTForImageClassification", lambda: {"input_ids": torch.randint(0, 90, (BATCH, 64)),
+        entry("ImageGPTForImageClassification", lambda: {"input_ids": ids(BATCH, 64, vocab=90),
               "labels": torch.tensor([0, 1, 1, 0])}, n_positions=64),
         entry("YolosForObjectDetection", lambda: image(32), image_size=[32, 32], num_detection_tokens=5),
         entry("YolosForObjectDetection", lambda: {**boxes(), "pixel_values": noise(BATCH, 3, 32, 32)}, label=" labels",

@@ -1,4 +1,4 @@
-"""Every private torch API that Penstock uses; ``split/trace`` and ``split/trunk`` have their own.
+"""Every private torch API that Penstock uses.
 
 Entries are looked up when this module is imported, so that a call on the hot path costs no more than the API itself.
 Where torch lacks an API, its entry is a fallback on public API, or raises on use an error that names the torch version.
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import Function, profiler
 
@@ -151,6 +154,44 @@ def fake_tensor_mode() -> FakeTensorMode:
         raise _error("torch._subclasses.fake_tensor.FakeTensorMode") from None
 
 
+def is_fake_tensor(tensor: Any) -> bool:
+    return type(tensor).__name__ == "FakeTensor"
+
+
+@contextmanager
+def unlogged_fake_tensor_errors() -> Iterator[None]:
+    """torch logs each operator that fake tensors cannot compute, also where the caller has another way."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def replaced_checkpoint(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let ``checkpoint(function, …, use_reentrant=False)`` call its function in ``around()`` and do nothing else.
+
+    Without torch's generator, checkpoints run as they are.
+    """
+    module, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
+    original = getattr(module, name, None)
+
+    def generator(*_: Any, **__: Any) -> Iterator[None]:
+        with around():
+            yield
+
+    try:
+        if original is not None:
+            setattr(module, name, generator)
+        yield
+    finally:
+        if original is not None:
+            setattr(module, name, original)
+
+
 # ── tensors and operators ────────────────────────────────────────────────────────────────────────────────────────────
 
 # The same memory as a tensor that is no view: it may be changed in place where a view may not.
@@ -180,6 +221,12 @@ try:  # the base class of all BatchNorm layers
 except ImportError:
     _BatchNorm = nn.BatchNorm1d.__base__  # type: ignore[assignment,misc]
 BatchNorm = _BatchNorm
+
+try:  # the base class of all layers with running statistics
+    from torch.nn.modules.batchnorm import _NormBase
+except ImportError:
+    _NormBase = _BatchNorm  # type: ignore[misc]
+NormBase = _NormBase
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -67,16 +67,6 @@ class Blocked(Bare):
         return self.head(h * self.scale + early + x)
 
 
-class Trunk(Bare):
-    """Without skip connections around the trunk, which ``blocks=`` does not support."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.relu(self.stem(x))
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(h * self.scale)
-
-
 @ps.skippable(stash=["early"])
 class Stem(nn.Linear):
     def forward(self, x: Tensor) -> Any:
@@ -96,7 +86,7 @@ def sequential() -> nn.Sequential:
     return nn.Sequential(Stem(WIDTH, WIDTH), *(Norm() for _ in range(8)), Head(WIDTH, CLASSES))
 
 
-FRONT_ENDS = ("marks", "blocks", "cuts", "automatic", "trunk", "skips", "flatten", "lazy")
+FRONT_ENDS = ("marks", "blocks", "cuts", "automatic", "block list", "skips", "flatten", "lazy")
 
 
 @dataclass(frozen=True)
@@ -115,7 +105,7 @@ class FrontEndCase:
         torch.manual_seed(3)
         if self.front_end in ("skips", "lazy", "flatten"):
             return sequential().double()
-        kinds = {"marks": Marked, "blocks": Blocked, "trunk": Trunk}
+        kinds = {"marks": Marked, "blocks": Blocked}
         return kinds.get(self.front_end, Bare)().double()
 
     def plan(self, model: nn.Module) -> ps.Plan:
@@ -126,7 +116,7 @@ class FrontEndCase:
         if self.front_end == "cuts" and self.stages > 1:
             places = [8 * i // self.stages for i in range(1, self.stages)]
             return ps.split(model, cuts=[f"layers.{place}" for place in places])
-        if self.front_end == "trunk":
+        if self.front_end == "block list":
             return ps.split(model, blocks="layers", stages=self.stages)
         if self.front_end == "flatten":
             parts = dict(model.named_children())

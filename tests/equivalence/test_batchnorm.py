@@ -26,7 +26,7 @@ Size = tuple[int, int, float | None]
 
 
 def model(momentum: float | None = 0.1) -> nn.Sequential:
-    """Each BatchNorm is beside the trunk, so that a layer's input does not depend on the normalisation of others.
+    """Each BatchNorm is beside the other layers, so a layer's input does not depend on the normalisation of others.
 
     Its input is then the same in micro-batches and in one forward of the mini-batch, and so are deferred statistics.
     """

@@ -21,7 +21,7 @@ def scripted(layer: nn.Module) -> nn.Module:
     return made
 
 
-class Trunk(nn.Module):
+class BlockModel(nn.Module):
     def __init__(self, made: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(made(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5))) for _ in range(3))
@@ -34,15 +34,15 @@ class Trunk(nn.Module):
 
 
 def layers(made: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    trunk = Trunk(made)
-    return nn.Sequential(*trunk.blocks, trunk.head)
+    model = BlockModel(made)
+    return nn.Sequential(*model.blocks, model.head)
 
 
 FRONT_ENDS: dict[str, tuple[Callable[[Any], nn.Module], dict[str, Any]]] = {
     "sequential": (layers, {"stages": 3}),
-    "traced": (Trunk, {"stages": 3}),
-    "cuts": (Trunk, {"cuts": ["blocks.1", "head"]}),
-    "trunk": (Trunk, {"blocks": "blocks", "stages": 3}),
+    "traced": (BlockModel, {"stages": 3}),
+    "cuts": (BlockModel, {"cuts": ["blocks.1", "head"]}),
+    "blocks": (BlockModel, {"blocks": "blocks", "stages": 3}),
 }
 
 

@@ -49,7 +49,7 @@ def assert_steps(pipe: ps.Pipeline, plain: nn.Module, batch: dict[str, Any]) -> 
 def test_steps_with_the_models_own_loss(build: Callable[..., nn.Module]) -> None:
     model = seeded(build).eval()
     plain = copy.deepcopy(model)
-    with ps.Pipeline(cut(model, 3), microbatches=3, schedule="1f1b") as pipe:
+    with ps.Pipeline(cut(model, 3, **inputs(build)), microbatches=3, schedule="1f1b") as pipe:
         assert_steps(pipe, plain, mini_batch(build))
 
 
@@ -57,7 +57,8 @@ def test_steps_with_the_models_own_loss(build: Callable[..., nn.Module]) -> None
 def test_tied_embeddings_under_other_schedules(schedule: str, ranks: int) -> None:
     model = seeded(llama, tie_word_embeddings=True).eval()
     plain = copy.deepcopy(model)
-    with ps.Pipeline(cut(model, 4), microbatches=4, schedule=schedule, devices=["cpu"] * ranks) as pipe:
+    plan = cut(model, 4, **inputs(llama))
+    with ps.Pipeline(plan, microbatches=4, schedule=schedule, devices=["cpu"] * ranks) as pipe:
         assert_steps(pipe, plain, mini_batch(llama))
         assert set(pipe.state_dict()) == set(plain.state_dict())
 
@@ -94,7 +95,7 @@ def steps_on_rank(rank: int, build: Callable[..., nn.Module], more: dict[str, An
     model = seeded(build, **more).eval()
     plain = copy.deepcopy(model)
     schedule = "1f1b" if stages == 2 else "interleaved"
-    with ps.Pipeline(cut(model, stages), microbatches=4, schedule=schedule, mesh=ps.Mesh()) as pipe:
+    with ps.Pipeline(cut(model, stages, **inputs(build)), microbatches=4, schedule=schedule, mesh=ps.Mesh()) as pipe:
         assert_steps(pipe, plain, mini_batch(build))
 
 

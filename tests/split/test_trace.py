@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.errors import PlanError
 from penstock.split.plan import Edge, Plan, build_plan, run_stages
 from penstock.split.trace.chain import TraceChain
-from tests.split.trace_checks import assert_owned, assert_runs_as_plain, cut_everywhere, every_cut, chain_for, untouched
+from tests.split.trace_checks import assert_owned, assert_runs_as_plain, chain_for, cut_everywhere, every_cut, untouched
 from tests.split.trace_models import (
     Arguments,
     Bare,

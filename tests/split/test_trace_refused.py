@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.errors import PlanError
 from penstock.split.marks import cut
 from penstock.split.plan import build_plan, run_stages
-from tests.split.trace_checks import assert_runs_as_plain, cut_everywhere, chain_for, untouched
+from tests.split.trace_checks import assert_runs_as_plain, chain_for, cut_everywhere, untouched
 from tests.split.trace_models import Nested, UNet
 
 X = torch.linspace(-1, 2, 24).reshape(4, 6)

@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.split.lazy import Lazy
 from penstock.split.marks import cut, groups_by_name
 from penstock.split.plan import build_plan, run_stages
-from tests.split.trace_checks import assert_owned, assert_runs_as_plain, cut_everywhere, every_cut, chain_for
+from tests.split.trace_checks import assert_owned, assert_runs_as_plain, chain_for, cut_everywhere, every_cut
 from tests.split.trace_models import (
     Bare,
     Dropping,

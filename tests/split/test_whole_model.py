@@ -52,7 +52,7 @@ def test_it_runs_as_it_is(kind: dict[str, Any]) -> None:
 
 def test_more_stages_need_a_forward_that_can_be_recorded() -> None:
     with pytest.raises(ps.PlanError, match="Choosing sets calls while it runs"):
-        ps.split(Choosing(), stages=2)
+        ps.split(Choosing(), stages=2, sample=X)
 
 
 def test_marks_in_it_are_not_passed_over() -> None:

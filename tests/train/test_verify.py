@@ -12,7 +12,7 @@ import penstock as ps
 
 
 class WithLengths(nn.Module):
-    """Returns a pair whose second value is None, which a trace without values takes for a tensor."""
+    """Returns a pair whose second value is None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,38 +33,73 @@ class BranchOnNone(nn.Module):
         return self.third(x)
 
 
-class Plain(nn.Module):
-    """Counts its calls, and the rows that it was given last."""
+class FallsBack(nn.Module):
+    """Calls a layer in another way where the first one is a TypeError."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            x = self.first(x, mask=None)
+        except TypeError:
+            x = self.first(x)
+        return self.second(x)
+
+
+SCALE = {"value": 1.0}
+
+
+class ReadsAGlobal(nn.Module):
+    """Its forward depends on a value that is no part of the model, which a recording keeps as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * SCALE["value"])
+
+
+class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(0.5)
         self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.calls: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(len(x))
         x = self.drop(self.norm(x))
         for layer in self.layers:
             x = layer(x).tanh()
         return x
 
 
-def test_a_wrong_trace_is_an_error_before_the_first_step() -> None:
-    """The forward took the branch of lengths that are there: a loss of 0.067 instead of 0.118, without a word."""
-    model = BranchOnNone()
-    with ps.Pipeline(ps.split(model, stages=2), nn.MSELoss(), microbatches=2) as pipe:
-        with pytest.raises(ps.PlanError, match=r"do not compute what the whole model computes.*verify=False"):
-            pipe.step(torch.randn(4, 4), torch.randn(4, 4))
-        assert all(parameter.grad is None for parameter in model.parameters())
-        with pytest.raises(ps.PlanError, match="do not compute"), torch.no_grad():
-            pipe(torch.randn(4, 1, 4))
-
-
-def test_verify_can_be_left_out() -> None:
-    plan = ps.split(BranchOnNone(), stages=2, verify=False)
+def test_a_wrong_recording_is_an_error_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = ReadsAGlobal(), torch.randn(4, 4), torch.randn(4, 4)
+    plan = ps.split(model, stages=2, sample=x[:2])
+    monkeypatch.setitem(SCALE, "value", 2.0)
     with ps.Pipeline(plan, nn.MSELoss(), microbatches=2) as pipe:
-        assert pipe.step(torch.randn(4, 4), torch.randn(4, 4)).loss > 0
+        with pytest.raises(ps.PlanError, match=r"do not compute what the whole model computes.*verify=False"):
+            pipe.step(x, y)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_verify_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    plan = ps.split(ReadsAGlobal(), stages=2, sample=x[:2], verify=False)
+    monkeypatch.setitem(SCALE, "value", 2.0)
+    with ps.Pipeline(plan, nn.MSELoss(), microbatches=2) as pipe:
+        assert pipe.step(x, y).loss > 0
+
+
+def test_branches_on_none_and_on_errors_are_those_of_the_plain_model() -> None:
+    for model in (BranchOnNone(), FallsBack()):
+        x, y = torch.randn(4, 4), torch.randn(4, 4)
+        with ps.Pipeline(ps.split(model, stages=2), nn.MSELoss(), microbatches=2) as pipe:
+            torch.testing.assert_close(pipe.step(x, y).loss, nn.MSELoss()(model(x), y).detach())
+            with torch.no_grad():
+                torch.testing.assert_close(pipe(x[:, None]), model(x[:, None]))
 
 
 def test_the_comparison_leaves_the_model_and_the_generators_as_they_were() -> None:
@@ -101,17 +136,14 @@ def test_an_nn_sequential_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> No
         assert pipe.step(torch.randn(4, 4), torch.randn(4, 4)).loss > 0
 
 
-def test_hidden_states_that_a_model_collects_by_hooks_are_not_lost() -> None:
-    """Blocks that a stage skips add nothing: a backbone gave 2 feature maps instead of 4."""
+def test_hidden_states_that_a_model_collects_by_hooks() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.Dinov2Config(
         hidden_size=16, num_hidden_layers=4, num_attention_heads=2, image_size=8, patch_size=4, out_indices=[1, 2, 3, 4]
     )
     model = transformers.Dinov2Backbone(config).eval()
     x = torch.randn(2, 3, 8, 8)
-    try:
-        plan = ps.split(model, stages=2)
-    except ps.PlanError:
-        return
-    with ps.Pipeline(plan, microbatches=1) as pipe, pytest.raises(ps.PlanError), torch.no_grad():
-        pipe(x)
+    with ps.Pipeline(ps.split(model, stages=2), microbatches=1) as pipe, torch.no_grad():
+        got, want = pipe(x)["feature_maps"], model(x).feature_maps
+    assert len(got) == len(want) == 4
+    assert all(map(torch.equal, got, want))

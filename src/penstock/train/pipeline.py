@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from operator import add
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from penstock import _registry
 from penstock.engine.executor import Executor
 from penstock.engine.failure.watch import Rendezvous, digest
+from penstock.engine.forward_context import variant_in_flight
 from penstock.engine.loss import Outputs, StepOutcome, check_outputs
 from penstock.engine.message import flatten, unflatten
 from penstock.engine.microbatch import batch_size, leaf_to_device, microbatch_sizes, scatter
@@ -189,7 +191,8 @@ class Pipeline(PipelineState):
         self._executor.check_idle()
         if torch.is_inference_mode_enabled():
             raise PlanError("step() needs gradients, but was called under torch.inference_mode()")
-        result = self._result(self._executor.train(self._arguments(inputs), targets, self._outputs), start)
+        arguments = self._arguments(inputs)  # before the executor, which it may replace
+        result = self._result(self._executor.train(arguments, targets, self._outputs), start)
         self.last = replace(result, outputs=None)
         self.step_totals.add(result)
         return result
@@ -201,13 +204,14 @@ class Pipeline(PipelineState):
         pipeline; ``"same"`` is the pipeline's.
         """
         start = time.perf_counter()
-        executor = self._executor
-        executor.check_idle()
+        self._executor.check_idle()
         if outputs != "same":
             check_outputs(outputs)
         wanted = self._outputs if outputs == "same" else outputs
-        with torch.no_grad(), executor.weights_in_use():
-            outcome = executor.evaluate(self._arguments(inputs), targets, wanted)
+        with torch.no_grad():
+            arguments = self._arguments(inputs)
+            with self._executor.weights_in_use():
+                outcome = self._executor.evaluate(arguments, targets, wanted)
         return self._result(outcome, start)
 
     def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -219,7 +223,10 @@ class Pipeline(PipelineState):
         on the host, mini-batches run one at a time.
         """
         self._executor.check_idle()
-        yield from self._executor.stream(self._arguments(batch) for batch in batches)
+        remaining = iter(batches)
+        for first in remaining:  # it may replace the executor
+            arguments = chain([self._arguments(first)], (self._arguments(batch) for batch in remaining))
+            yield from self._executor.stream(arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for a mini-batch of any size.
@@ -228,9 +235,9 @@ class Pipeline(PipelineState):
         the stages' backwards. Under a mesh this is for evaluation: call it under ``torch.no_grad()`` on all ranks;
         the rank of the last stage gets the outputs, the others None.
         """
-        executor = self._executor
-        executor.check_idle()
+        self._executor.check_idle()
         value = self._bind(args, kwargs) if args or kwargs else None
+        executor = self._executor
         if torch.is_grad_enabled():
             return executor.call(value)
         with executor.weights_in_use():
@@ -246,7 +253,8 @@ class Pipeline(PipelineState):
         if not torch.is_grad_enabled():
             return self(*args, **kwargs)
         self._executor.check_idle()
-        return self._executor.forward(self._bind(args, kwargs) if args or kwargs else None)
+        value = self._bind(args, kwargs) if args or kwargs else None
+        return self._executor.forward(value)
 
     def _result(self, outcome: StepOutcome, start: float) -> StepResult:
         seconds = time.perf_counter() - start
@@ -307,7 +315,13 @@ class Pipeline(PipelineState):
             return
         first = self._first_microbatch(args, kwargs)
         whole = partial(self._model, **self._chain.fixed)
-        difference = compare_outputs(self._model, whole, lambda *a, **k: run_stages(self.plan, a, k), *first)
+        variant = self._chain.variant(self._chain.arguments(*first))  # in the caller's grad mode
+
+        def staged(*args: Any, **kwargs: Any) -> Any:
+            with variant_in_flight(variant):
+                return run_stages(self.plan, args, kwargs)
+
+        difference = compare_outputs(self._model, whole, staged, *first)
         if difference is not None:
             raise PlanError(
                 f"the {self.plan.num_stages} stages do not compute what the whole model computes, on the first "

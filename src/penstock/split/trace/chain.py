@@ -16,14 +16,14 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from penstock._torch import NormBase
 from penstock.errors import PlanError, did_you_mean
 from penstock.split.lazy import build, members
 from penstock.split.marks import Block, begin_block_of, cut_points
@@ -51,6 +51,10 @@ START = "start"  # the layer before the first mark, where no module gives it a n
 MAX_RECORDINGS = 256
 _PLAIN_ATTRIBUTES = (bool, int, float, str, tuple, list, torch.dtype)
 
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, _PLAIN_ATTRIBUTES)
+
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -64,6 +68,7 @@ class Calls:
         self.whole: set[str] = set()  # they cannot be entered
         self.reasons: dict[str, KeepWhole] = {}
         self.attributes = Attributes(())
+        self.signatures: dict[str, Any] = {}  # of modules: those that are alike run once in a recording
         self.fixed = _fixed_arguments(model, self.parameters)
 
     def data(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,6 +90,8 @@ class Attributes:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.dicts = [vars(module) for module in modules]
+        entries = [(name, value) for d in self.dicts for name, value in d.items() if not name.startswith("_")]
+        self.containers = [value for _, value in entries if isinstance(value, (dict, list, set))]
         objects = {id(v): v for d in self.dicts for v in d.values() if hasattr(v, "__dict__") and not callable(v)}
         self.dicts += [vars(v) for v in objects.values() if not isinstance(v, (nn.Module, Tensor))]
         self._values: list[Any] = []
@@ -93,14 +100,17 @@ class Attributes:
     def digest(self) -> str:
         """A number that is another one when an attribute was changed, and the same on all ranks."""
         values = [value for entries in self.dicts for value in entries.values()]
+        values += [item for c in self.containers for item in (c.values() if isinstance(c, dict) else c)]
         if len(values) != len(self._values) or not all(map(is_, values, self._values)):
             self._values = values
             plain = [
                 (name, value)
                 for entries in self.dicts
                 for name, value in entries.items()
-                if name != "training" and (value is None or isinstance(value, _PLAIN_ATTRIBUTES))
+                if name != "training" and _is_plain(value)
             ]
+            dicts = [container for container in self.containers if isinstance(container, dict)]
+            plain += [(str(name), value) for d in dicts for name, value in d.items() if _is_plain(value)]
             self._digest = f"{zlib.crc32(repr(plain).encode()):x}"
         return self._digest
 
@@ -177,7 +187,7 @@ class CutPolicy:
                 recorder = Recorder(
                     calls.model, dump(data), data["call"], entered=self.entered, whole=calls.whole - self.required,
                     starts=None if starts is None else starts(), lead=self.lead, tensors=tensors,
-                    answers=data.get("answers"), parameters=calls.parameters,
+                    answers=data.get("answers"), parameters=calls.parameters, signatures=calls.signatures,
                 )  # fmt: skip
                 try:
                     found = recorder.record()
@@ -263,7 +273,7 @@ def policy_for_marks(
 ) -> CutPolicy | None:
     """Cut at the cut points and blocks of the forward; None if it has none."""
     policy = CutPolicy(calls, "marks", lead)
-    able = {path for path, module in calls.modules.items() if can_enter(module) or isinstance(module, nn.Sequential)}
+    able = {path for path, module in calls.modules.items() if can_enter(module)}
     policy.entered = {p for p in able if not p or not user_hooks(calls.modules[p], None, calls.model)} | {
         p for p in able if mentions_marks(calls.modules[p])
     }
@@ -344,7 +354,7 @@ def _heavy_modules(calls: Calls, policy: CutPolicy, order: Sequence[str], stages
         if path not in calls.whole
         and path not in policy.entered
         and next(calls.modules[path].children(), None) is not None
-        and (can_enter(calls.modules[path]) or isinstance(calls.modules[path], nn.Sequential))
+        and can_enter(calls.modules[path])
         and not user_hooks(calls.modules[path], None, calls.model)
     }
     heavy = {path for path in able if weights[path] * stages > sum(weights.values())}
@@ -372,7 +382,8 @@ class TraceChain(LayerChain):
         self.fixed = calls.fixed
         self._lock = threading.RLock()
         self._recordings: dict[str, Recording] = {}
-        self._variants: dict[Any, list[Recording]] = {}
+        self._variants: dict[str, list[Recording]] = {}  # of one kind of call, with different answers
+        self._quick: dict[Any, tuple[dict[str, Any], list[Recording]]] = {}  # the same, by a key that is quick to make
         self._parts: dict[Any, list[Part]] = {}
         self._programs: dict[Any, Program] = {}
         self._edges: dict[Any, tuple[Edge, ...]] = {}
@@ -568,11 +579,17 @@ class TraceChain(LayerChain):
         for path, module in self._entered_modules:
             if user_hooks(module, None, self.model):
                 raise hooked_module(path, module)
-        data = self.calls.data(arguments)
-        known = self._variants.setdefault(dump(data), [])
-        tensors = tensors_of(data["call"], {**arguments, **self.fixed})
+        quick = self._quick_key(arguments)
+        found = self._quick.get(quick) if quick is not None else None
+        if found is None:
+            data = self.calls.data(arguments)
+            found = data, self._variants.setdefault(dump(data), [])
+            if quick is not None:
+                self._quick[quick] = found
+        data, known = found
+        tensors = tensors_of(data["call"], arguments)
         for recording in known:
-            if not recording.answers or recording.answers_for(tensors, self.model) == recording.answers:
+            if recording.holds_for(tensors, self.model):
                 return recording.key
         with self._lock:
             try:
@@ -588,6 +605,19 @@ class TraceChain(LayerChain):
             self._keep(recording)
         return recording.key
 
+    def _quick_key(self, arguments: Mapping[str, Any]) -> Any:
+        """A key that is quick to make, for arguments that are tensors, numbers and strings."""
+        call: list[tuple[Any, ...]] = []
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                call.append((name, value.shape, value.dtype, value.requires_grad))
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                call.append((name, type(value), value))
+            else:
+                return None
+        flags = tuple(map(attrgetter("training"), self.calls.modules.values()))
+        return tuple(call), flags, self.calls.attributes.digest(), context_now()
+
     def _keep(self, recording: Recording) -> None:
         self._recordings[recording.key] = recording
         if len(self._recordings) > MAX_RECORDINGS:  # of ever new shapes
@@ -595,6 +625,8 @@ class TraceChain(LayerChain):
             del self._recordings[oldest]
             for row in self._variants.values():
                 row[:] = [one for one in row if one.key != oldest]
+            self._variants = {at: row for at, row in self._variants.items() if row}
+            self._quick.clear()
             for cache in (self._parts, self._programs):
                 for at in [at for at in cache if at[-1] == oldest]:
                     del cache[at]
@@ -652,7 +684,7 @@ class TraceChain(LayerChain):
         for path, places in used.items():
             if len(places) > 1:
                 for name, module in self.model.get_submodule(path).named_modules(prefix=path):
-                    if isinstance(module, _NormBase) and module.track_running_stats:
+                    if isinstance(module, NormBase) and module.track_running_stats:
                         lines = " and ".join(f"stage {stage} ({where})" for stage, where in places.items())
                         raise PlanError(
                             f"{name} ({type(module).__name__}) keeps running statistics and is called in {lines}: they "
@@ -837,21 +869,22 @@ def trace_chain(
     if sample is not None:
         calls = Calls(model)
         return _chain_for(calls, call_of(calls, bind_arguments(model, *sample)), stages, cuts, blocks)
-    errors: list[PlanError] = []
+    errors: list[CannotTrace] = []
     for arguments in guessed_arguments(model):
         try:
             calls = Calls(model)
             chain = _chain_for(calls, call_of(calls, arguments), stages, cuts, blocks)
         except CannotTrace as error:
-            if error.definite:
-                raise
             errors.append(error)
             continue
         chain.provisional = True
         return chain
+    definite = [error for error in errors if error.definite]
     if errors and stages == 1 and cuts is None and blocks is None:
-        raise errors[0]
+        raise definite[0] if definite else errors[0]
     if _may_have_marks(model) and mentions_marks(model):
+        if definite:
+            raise definite[0]
         raise CannotTrace(
             f"the marks of {type(model).__name__} are found by running its forward, and it is not known how to call "
             "it: pass ps.split(…, sample=…), the arguments of a call",

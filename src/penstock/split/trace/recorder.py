@@ -11,9 +11,10 @@ tensors and recorded; a call of a module that is not entered is recorded as one 
 from __future__ import annotations
 
 import copy
-import logging
+import enum
 import re
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MethodType
@@ -25,7 +26,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 from torch.utils.checkpoint import CheckpointFunction
 
-from penstock._torch import DisableTorchFunction, DisableTorchFunctionSubclass, fake_tensor_mode, storage_id
+from penstock._torch import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    fake_tensor_mode,
+    is_fake_tensor,
+    replaced_checkpoint,
+    storage_id,
+    unlogged_fake_tensor_errors,
+)
 from penstock.errors import PlanError
 from penstock.split.lazy import Lazy
 from penstock.split.marks import Block, CutPoint, begin_block_of, cut_points, forward_block_of
@@ -38,18 +47,22 @@ from penstock.split.trace.recording import (
     Recording,
     Ref,
     Step,
+    TensorMeta,
     changed_context,
     context_now,
     evaluate,
     is_uniform,
     leaves_of,
     map_tree,
+    needed_for_answers,
+    template_of,
 )
 from penstock.split.trace.state import place_of, recording_in_thread, user_line
 
 _LOCK = threading.RLock()  # a recording patches nn.Module for all threads: one at a time
 _NO_WRAP = get_default_nowrap_functions()
 _RANDOM = re.compile(r"rand|normal|dropout|bernoulli|multinomial|uniform|exponential|geometric|poisson|cauchy")
+_NUMBER = re.compile(r"idx|index|_id$|^id$|number")  # attributes in which modules that are alike differ
 _EFFECTS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 
@@ -69,6 +82,22 @@ def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0)
 
 
 _WITHOUT_DATA: dict[Any, Callable[..., Tensor]] = {F.one_hot: _one_hot, torch.bincount: _bincount}
+
+
+def _signature(module: nn.Module) -> tuple[Any, ...]:
+    """The class, configuration, parameters and buffers of a module, without numbers of blocks."""
+    members = [(name, *_kind(tensor)) for name, tensor in (*module.named_parameters(), *module.named_buffers())]
+    attributes = [
+        (path, name, value)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, (bool, int, float, str)) and name != "training" and not _NUMBER.search(name)
+    ]
+    return type(module), repr(module), tuple(members), tuple(attributes)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
 class Value(Tensor):
@@ -232,6 +261,7 @@ class Recorder(Marking):
         tensors: Sequence[Tensor] | None = None,
         answers: Sequence[Any] | None = None,
         parameters: Mapping[str, Any],
+        signatures: dict[str, Any],
     ) -> None:
         super().__init__(model, starts is not None, Recording(key, call_text(model, call), call))
         self.model, self.call, self.parameters = model, call, parameters
@@ -248,7 +278,11 @@ class Recorder(Marking):
         self.unknown: set[int] = set()  # storages whose contents do not depend on the inputs alone any more
         self.busy = 0  # above 0: functions and modules run as they are, on fake tensors
         self.context = context_now()
-        self.running = ""  # the module that runs whole
+        self.checkpoint: bool | None = None  # whether a checkpoint that is running is a reentrant one
+        self.owned = {id(value) for module in model.modules() for value in vars(module).values()}
+        self.signatures = signatures  # of modules, by path
+        self.alike: dict[Any, Any] = {}  # results of modules
+        self.running: nn.Module = model  # the module that runs whole
         self.captured: dict[int, tuple[str, Any]] = {}  # tensors inside of such modules that hooks may have taken out
         self.hooks_before = {id(hook) for module in model.modules() for hook in module._forward_hooks.values()}
         self.device = _main_device(model, tensors)
@@ -317,7 +351,7 @@ class Recorder(Marking):
         """The fake tensor of a value, or of a real tensor: a parameter, a buffer or a constant."""
         if type(tensor) is Value:
             return tensor.fake
-        if _is_fake(tensor):
+        if is_fake_tensor(tensor):
             return tensor
         if id(tensor) not in self.fakes:
             device = self._canonical(tensor.device)
@@ -345,7 +379,7 @@ class Recorder(Marking):
             if type(value) is Value:
                 return Ref(value.number)
             if isinstance(value, Tensor):
-                if _is_fake(value):
+                if is_fake_tensor(value):
                     return Ref(self._taken_out(value).number)
                 name = self.names.get(id(value))
                 return value if name is None else Attribute(name)
@@ -388,7 +422,7 @@ class Recorder(Marking):
         if name in ("__set__", "__delete__"):
             return self._assign(func, args)
         tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
-        tensors = [self._taken_out(tensor) if _is_fake(tensor) else tensor for tensor in tensors]
+        tensors = [self._taken_out(tensor) if is_fake_tensor(tensor) else tensor for tensor in tensors]
         known = all(map(self._known, tensors)) and (is_uniform(func) or not _RANDOM.search(name))
         known = known and func not in _EFFECTS
         versions = [self._version(tensor) for tensor in tensors]
@@ -396,7 +430,7 @@ class Recorder(Marking):
         try:
             with self._running(), self.mode, DisableTorchFunctionSubclass():
                 result = _WITHOUT_DATA.get(func, func)(*self._all_fake(args), **self._all_fake(kwargs))
-            if isinstance(result, Tensor) and func in (torch.tensor, torch.as_tensor) and not _is_fake(result):
+            if isinstance(result, Tensor) and func in (torch.tensor, torch.as_tensor) and not is_fake_tensor(result):
                 result = self._fake(result)
         except Exception as error:
             if not is_data_dependent(error):
@@ -451,7 +485,7 @@ class Recorder(Marking):
         elif self.tensors is None:
             raise self._refuse(error)
         else:
-            steps = [one for one in self.result.steps if one.known] + [step]
+            steps = needed_for_answers([*self.result.steps, step])
             env = dict(zip(self.result.inputs, self.tensors, strict=True))
             with self._running(), DisableTorchFunction():
                 found = evaluate(steps, env, self.model)
@@ -552,9 +586,11 @@ class Recorder(Marking):
         if isinstance(module, Lazy):
             return torch.func.functional_call(self._outline(module), self._state(module), args, kwargs)
         result = module.forward(*args, **kwargs)
+        if module is self.running:  # its hooks run on the values
+            return result
         if self._has_own_hooks(module):
             for leaf in leaves_of((args, result)):
-                self.captured[id(leaf)] = (self.running, leaf)
+                self.captured[id(leaf)] = (self.paths[id(self.running)], leaf)
         return self._run_own_hooks(module, args, kwargs, result)
 
     def _has_own_hooks(self, module: nn.Module) -> bool:
@@ -597,26 +633,80 @@ class Recorder(Marking):
         with DisableTorchFunction():
             tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
             versions = [self._version(tensor) for tensor in tensors]
+            if any(map(self._has_state, leaves_of((args, kwargs)))) and can_enter(module):
+                raise Enter(path)
             step = Step(path, None, None, [], self.layer, "", module=True, context=changed_context(self.context))
+            step.checkpoint = self.checkpoint
             result = self._run_module(path, module, args, kwargs)
             if any(not isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves_of(result)) and can_enter(module):
                 raise Enter(path)
+            step.result = template_of(result, ())
             made = self._note(step, args, kwargs, tensors, versions, result)
         return self._run_own_hooks(module, args, kwargs, made)
 
+    def _has_state(self, leaf: Any) -> bool:
+        """Whether an argument is an object that the forward has made, such as a cache: a step would keep it."""
+        if isinstance(leaf, (Tensor, *_PLAIN, type, enum.Enum)) or callable(leaf) or id(leaf) in self.owned:
+            return False
+        return bool(getattr(leaf, "__dict__", None))
+
+    @contextmanager
+    def checkpointing(self, *, reentrant: bool) -> Iterator[None]:
+        """Modules that are called here are called by ``torch.utils.checkpoint`` in the replay, too."""
+        before, self.checkpoint = self.checkpoint, reentrant
+        try:
+            yield
+        finally:
+            self.checkpoint = before
+
     def _run_module(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a whole module, on fake tensors."""
-        outline, self.running = self._outline(module), path
+        outline, self.running = self._outline(module), module
         given, given_kwargs = self._all_fake(args), self._all_fake(kwargs)
+        inputs = [leaf for leaf in leaves_of((given, given_kwargs)) if isinstance(leaf, Tensor)]
+        key = self._alike_key(path, outline, given, given_kwargs, inputs)
+        if key in self.alike:
+            return self._from_template(self.alike[key], inputs)
+        versions, captured = [tensor._version for tensor in inputs], len(self.captured)
         try:
             with self._running(), self.mode, DisableTorchFunction():
                 if isinstance(outline, torch.jit.ScriptModule):
                     raise NotImplementedError
-                return torch.func.functional_call(
+                result = torch.func.functional_call(
                     outline, self._state(module), given, given_kwargs, tie_weights=False
                 )
         except Exception as error:
-            return self._run_for_real(path, outline, args, kwargs, error)
+            result = self._run_for_real(path, outline, args, kwargs, error)
+        unchanged = versions == [tensor._version for tensor in inputs] and captured == len(self.captured)
+        strided = all(t.layout is torch.strided for t in leaves_of(result) if isinstance(t, Tensor))
+        if unchanged and strided and all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves_of(result)):
+            self.alike[key] = template_of(result, inputs)
+        return result
+
+    def _alike_key(self, path: str, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> Any:
+        """Equal for calls of modules that are alike, with arguments that are alike: blocks of a list run once."""
+        if path not in self.signatures:
+            self.signatures[path] = _signature(module)
+        metas = [(*_kind(t), t.stride()) if t.layout is torch.strided else id(t) for t in inputs]
+        same = [next(i for i, other in enumerate(inputs) if other is tensor) for tensor in inputs]
+        plain = map_tree((args, kwargs), lambda leaf: 0 if isinstance(leaf, Tensor) else leaf)
+        flags = tuple(part.training for part in module.modules())
+        return self.signatures[path], flags, tuple(metas), tuple(same), repr(plain), context_now()
+
+    def _from_template(self, template: Any, inputs: Sequence[Tensor]) -> Any:
+        """The result of a module as that of another one that is alike."""
+
+        def leaf(value: Any) -> Any:
+            if type(value) is not TensorMeta:
+                return value
+            if value.same is not None:
+                return inputs[value.same]
+            if value.view_of is not None:
+                return inputs[value.view_of].as_strided(*value.size)
+            return value.empty()
+
+        with self._running(), self.mode, DisableTorchFunction():
+            return map_tree(template, leaf)
 
     def _outline(self, module: nn.Module) -> nn.Module:
         outline = module.outline() if isinstance(module, Lazy) else module
@@ -646,7 +736,9 @@ class Recorder(Marking):
         def real(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if type(leaf) is Value else leaf
+            if type(leaf) is not Value:
+                return leaf
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
 
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -656,7 +748,8 @@ class Recorder(Marking):
 
         device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         try:
-            with self._running(), DisableTorchFunction(), torch.random.fork_rng([]):
+            with self._running(), DisableTorchFunction(), torch.random.fork_rng([]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 copied = module if isinstance(module, torch.jit.ScriptModule) else copy.deepcopy(module)
                 found = copied(*map_tree(args, real), **map_tree(kwargs, real))
         except Exception as inner:
@@ -708,9 +801,11 @@ def _harmless(module: nn.Module, name: str) -> bool:
 
 
 def can_enter(module: nn.Module) -> bool:
-    return not type(module).__module__.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(
-        module, (torch.jit.ScriptModule, Lazy)
-    )
+    """Whether the forward of a module may be recorded: torch's own layers stay whole, its containers need not."""
+    own = type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
+    if own and next(module.children(), None) is None:
+        return False
+    return not isinstance(module, (torch.jit.ScriptModule, Lazy, nn.ModuleList, nn.ModuleDict))
 
 
 def user_hooks(module: nn.Module, before: Collection[int] | None = None, model: nn.Module | None = None) -> bool:
@@ -742,10 +837,6 @@ def _belongs_to_library(hook: Any, model: nn.Module) -> bool:
     )
 
 
-def _is_fake(tensor: Any) -> bool:
-    return type(tensor).__name__ == "FakeTensor"
-
-
 def _main_device(model: nn.Module, tensors: Sequence[Tensor] | None) -> torch.device:
     """The device that stands for those of all stages: of the accelerator, if there is one."""
     devices = [t.device for t in (*(tensors or ()), *model.parameters(), *model.buffers())]
@@ -772,7 +863,8 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         if threading.get_ident() != thread or recorder.busy:
             return bound(cls, *args, **kwargs)
         if cls is CheckpointFunction:  # (function, preserve_rng_state, *arguments)
-            return args[0](*args[2:])
+            with recorder.checkpointing(reentrant=True):
+                return args[0](*args[2:])
         with DisableTorchFunction():
             return recorder.function(MethodType(bound, cls), args, kwargs)
 
@@ -780,14 +872,14 @@ def _patched(recorder: Recorder) -> Iterator[None]:
     nn.Module.__call__ = Lazy.__call__ = call  # type: ignore[method-assign,assignment]
     function.apply = classmethod(applied)
     _active[thread] = recorder
-    logger = logging.getLogger("torch._subclasses.fake_tensor")  # it logs what fake tensors cannot do
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with (
+            torch.compiler.set_stance("force_eager"),
+            unlogged_fake_tensor_errors(),
+            replaced_checkpoint(lambda: recorder.checkpointing(reentrant=False)),
+        ):
             yield
     finally:
         nn.Module.__call__, Lazy.__call__ = _original_call, lazy_call  # type: ignore[method-assign]
         function.apply = apply
         del _active[thread]
-        logger.setLevel(level)

@@ -16,12 +16,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from penstock._torch import pytree
+from penstock._torch import is_fake_tensor, pytree, storage_id
 from penstock.errors import PlanError
 
 Env = dict[int, Any]
@@ -103,6 +105,8 @@ class Step:
     known: bool = False  # it is computed from the inputs alone
     answer: Any = None  # the result, or its shapes, if the forward goes on with it
     asks: bool = False
+    checkpoint: bool | None = None  # a module runs in a checkpoint, reentrant or not
+    result: Any = None  # of a module: its result as a template
     shape: tuple[int, ...] | None = None  # of its result, where the data might give it another one
 
     def refs(self) -> Iterator[Any]:
@@ -132,11 +136,43 @@ class Recording:
     marked: set[str] = field(default_factory=set)  # modules in whose forwards marks were met
     answers: list[Any] = field(default_factory=list)
 
-    def answers_for(self, tensors: Sequence[Tensor], model: nn.Module) -> list[Any] | None:
-        """Run what decides the path through the forward on other inputs; None if the answer cannot be given."""
-        last = max((i for i, step in enumerate(self.steps) if step.asks), default=-1)
-        known = [step for step in self.steps[: last + 1] if step.known or step.asks]
-        return evaluate(known, dict(zip(self.inputs, tensors, strict=True)), model)
+    @cached_property
+    def questions(self) -> list[Step]:
+        """The steps that decide the path through the forward: questions about the inputs, and what they are made of."""
+        return needed_for_answers(self.steps)
+
+    def holds_for(self, tensors: Sequence[Tensor], model: nn.Module) -> bool:
+        """Whether the forward takes the same path for other inputs."""
+        if not self.answers:
+            return True
+        return evaluate(self.questions, dict(zip(self.inputs, tensors, strict=True)), model) == self.answers
+
+
+class TensorMeta:
+    """A tensor in the result of a module: one of its inputs, a view of one, or a new one."""
+
+    def __init__(self, tensor: Tensor, same: int | None, view_of: int | None) -> None:
+        self.size: Any = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        self.dtype, self.device, self.requires_grad = tensor.dtype, tensor.device, tensor.requires_grad
+        self.same, self.view_of = same, view_of
+
+    def empty(self) -> Tensor:
+        """A tensor like it, which is no leaf of the graph."""
+        made = torch.empty_strided(*self.size[:2], dtype=self.dtype, device=self.device)
+        return made.requires_grad_().clone() if self.requires_grad else made
+
+
+def template_of(result: Any, inputs: Sequence[Tensor]) -> Any:
+    """The result of a module with a ``TensorMeta`` in place of each tensor."""
+    storages = {storage_id(tensor): i for i, tensor in enumerate(inputs) if tensor.layout is torch.strided}
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return value
+        same = next((i for i, tensor in enumerate(inputs) if tensor is value), None)
+        return TensorMeta(value, same, storages.get(storage_id(value)))
+
+    return map_tree(result, leaf)
 
 
 # ── replay ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -190,6 +226,19 @@ def _structure(leaves: Sequence[Any]) -> str:
 _HIGHEST = 1 - 2**-24  # that torch.rand can return
 
 
+def needed_for_answers(steps: Sequence[Step]) -> list[Step]:
+    """The questions among ``steps``, with the steps that their arguments depend on."""
+    used: set[int] = set()
+    found = []
+    for step in reversed([step for step in steps if step.known]):
+        if step.asks or step.changes or not used.isdisjoint(n for n in step.outputs if n is not None):
+            used.update(ref.number for ref in step.refs() if type(ref) is Ref)
+            found.append(step)
+    while found and not found[0].asks:
+        del found[0]
+    return found[::-1]
+
+
 def evaluate(steps: Sequence[Step], env: Env, model: nn.Module) -> list[Any] | None:
     """The answers to the questions among ``steps``, which depend on inputs alone; ``env`` has the inputs.
 
@@ -197,7 +246,9 @@ def evaluate(steps: Sequence[Step], env: Env, model: nn.Module) -> list[Any] | N
     """
     both = []
     for uniform in (0.0, _HIGHEST) if any(is_uniform(step.target) for step in steps) else (0.0,):
-        copies = {number: tensor.detach().clone() for number, tensor in env.items()}
+        copies = {number: tensor.detach() for number, tensor in env.items()}
+        if any(step.changes for step in steps):
+            copies = {number: tensor.clone() for number, tensor in copies.items()}
         device = next((tensor.device for tensor in copies.values()), torch.device("cpu"))
         answers: list[Any] = []
         with torch.no_grad():
@@ -407,14 +458,18 @@ class Program:
             try:
                 args, kwargs = fill(step.args), fill(step.kwargs) if step.kwargs else {}
                 target = self._module(root, step.target) if step.module else step.target
+                if step.checkpoint is not None:
+                    target = partial(checkpoint, target, use_reentrant=step.checkpoint)
                 if step.context is None:
                     result = target(*args, **kwargs)
                 else:
                     with entered_context(step.context):
                         result = target(*args, **kwargs)
             except Exception as error:
-                error.add_note(f"in the forward's line {step.where}")
-                raise
+                result = _infer_result(step, args, kwargs, root) if step.module else None
+                if result is None:
+                    error.add_note(f"in the forward's line {step.where}")
+                    raise
             if step.outputs:
                 store_outputs(step, result, env)
             del result, args, kwargs
@@ -431,6 +486,23 @@ class Program:
             return _lookup(root, path)
         except AttributeError:
             return self.model.get_submodule(path)
+
+
+def _infer_result(step: Step, args: Any, kwargs: Any, root: nn.Module) -> Any:
+    """The result of a module that fake tensors cannot follow, as it was recorded; None if the tensors are real."""
+    tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not any(map(is_fake_tensor, tensors)):
+        return None
+    members = (*tensors, *_lookup(root, step.target).parameters())
+    zero = sum(t.flatten()[:0].sum() for t in members if t.requires_grad)  # the result depends on all of these
+
+    def leaf(value: Any) -> Any:
+        if type(value) is not TensorMeta:
+            return value
+        made = torch.empty_strided(*value.size[:2], dtype=value.dtype, device=value.device)
+        return made + zero if value.requires_grad and torch.is_grad_enabled() else made
+
+    return map_tree(step.result, leaf)
 
 
 def _lookup(root: nn.Module, path: str) -> Any:

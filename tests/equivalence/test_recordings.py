@@ -1,0 +1,89 @@
+"""Ranks without the inputs run the recordings that the inputs ask for."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.slow
+
+
+class Asks(nn.Module):
+    """The path of its forward depends on its inputs: on their shapes, and on their values."""
+
+    def __init__(self, mask: bool = True) -> None:
+        super().__init__()
+        self.mask = mask
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        self.calls += 1
+        first = self.layers[0](x) if x.sum() > 0 else -self.layers[0](x)
+        h = self.layers[1](first)
+        for _ in range(1 + int(keep.sum())):
+            h = self.layers[2](h)
+        h = h + (first[keep] if self.mask else first).sum(0) / x.shape[1]
+        return self.layers[3](h) * (1 if x.shape[1] > 3 else keep.sum().item())
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Mini-batches of new lengths, whose micro-batches keep different numbers of rows."""
+    generator = torch.Generator().manual_seed(1)
+    masks = [[True, False, True, True], [False, False, True, False], [True, True, True, True]]
+    return [(torch.randn(4, length, 6, generator=generator), torch.tensor(mask))
+            for length, mask in zip((3, 5, 3), masks, strict=True)]  # fmt: skip
+
+
+def steps(pipe: ps.Pipeline, plain: nn.Module) -> None:
+    """Compare losses, gradients and buffers of steps and evaluations."""
+    for x, keep in batches():
+        parts = [plain(*rows).square().mean() / 2 for rows in zip(x.chunk(2), keep.chunk(2), strict=True)]
+        expected = torch.stack(parts).sum()
+        expected.backward()
+        torch.testing.assert_close(pipe.step((x, keep)).loss, expected.detach())
+        own = dict(plain.named_parameters())
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, own[name].grad)
+            parameter.grad = own[name].grad = None
+        torch.testing.assert_close(pipe.evaluate((x, keep)).loss, expected.detach())
+        plain.calls += 2  # by the evaluation
+        assert pipe.state_dict(full=pipe.mesh is not None)["calls"] == plain.calls
+
+
+def on_rank(rank: int, with_sample: bool, mask: bool) -> None:
+    torch.manual_seed(0)
+    model = Asks(mask)
+    plain = copy.deepcopy(model)
+    x, keep = batches()[0]
+    how = {"sample": (x[:2], keep[:2])} if with_sample else {}
+    plan = ps.split(model, blocks="layers", stages=4, balance="uniform", **how)
+    options = {"schedule": "interleaved", "mesh": ps.Mesh(), "dynamic": mask}  # the shape of x[mask] is not inferred
+    with ps.Pipeline(plan, lambda out: out.square().mean(), microbatches=2, **options) as pipe:
+        steps(pipe, plain)
+
+
+def test_steps_over_two_ranks(two_ranks: Ranks) -> None:
+    for with_sample in (True, False):
+        for mask in (True, False):
+            two_ranks.check(on_rank, with_sample, mask)
+
+
+def test_steps_in_threads() -> None:
+    for schedule in ("1f1b", "gpipe", "interleaved", "zb_h1"):
+        for recompute in ("never", "always"):
+            torch.manual_seed(0)
+            model = Asks()
+            plain = copy.deepcopy(model)
+            x, keep = batches()[0]
+            plan = ps.split(model, blocks="layers", stages=4, balance="uniform", sample=(x[:2], keep[:2]))
+            devices = ["cpu"] * (2 if schedule == "interleaved" else 4)
+            options = {"schedule": schedule, "recompute": recompute, "devices": devices}
+            with ps.Pipeline(plan, lambda out: out.square().mean(), microbatches=2, **options) as pipe:
+                steps(pipe, plain)
