@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -224,6 +225,33 @@ def test_random_numbers_follow_the_seed() -> None:
     assert torch.equal(first, run_stages(plan, (X,), {}))
 
 
+def test_a_generator_of_the_model() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        return self.b(cut(self.a(x) + torch.rand(6, generator=self.generator)))
+
+    model = Body(body)
+    model.generator = torch.Generator().manual_seed(1)
+    plan = cut_everywhere(model, sample=((X,), {}))
+    got = run_stages(plan, (X,), {})
+    model.generator.manual_seed(1)
+    assert_close(got, model(X))
+
+
+def test_a_generator_state_set_in_the_forward_is_refused() -> None:
+    def seeds(self: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return self.b(cut(self.a(x) + torch.rand(6)))
+
+    def forks(self: Any, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            x = x + torch.rand(6)
+        return self.b(cut(self.a(x))) + torch.rand(6)
+
+    for body in (seeds, forks):
+        with pytest.raises(PlanError, match="random"):
+            chain_for(Body(body), sample=((X,), {}))
+
+
 def test_the_default_dtype() -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         x = cut(self.a(x))
@@ -294,6 +322,48 @@ def test_microbatches_of_one_step_take_different_paths() -> None:
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
 
 
+def test_lists_and_arrays_of_inputs() -> None:
+    def body(self: Any, x: Tensor, ids: Tensor) -> Tensor:
+        x = cut(self.a(x))
+        for number in ids.tolist():
+            x = x + number
+        return self.b(x) * float(ids.numpy().sum()) + len(ids.detach().cpu().numpy().tolist())
+
+    plan = recorded(body, X, torch.tensor([0, 3, 1]))
+    assert_runs_as_plain(plan, X, torch.tensor([2, 3, 1]))
+
+
+def test_assertions_about_inputs() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        assert x.max() < 10, "too large"
+        return self.b(cut(self.a(x)))
+
+    plan = recorded(body)
+    with pytest.raises(AssertionError, match="too large"):
+        run_stages(plan, (X * 100,), {})
+    assert_runs_as_plain(plan, X)
+
+
+def test_a_buffer_that_the_forward_changes_does_not_answer_questions() -> None:
+    """The answers of all micro-batches are found before the first one runs."""
+
+    def counts(self: Any, x: Tensor) -> Tensor:
+        self.number += 1
+        x = cut(self.a(x))
+        return self.b(x) if self.number > 2 else self.c(x)
+
+    def stores(self: Any, x: Tensor) -> Tensor:
+        place = int(self.number)
+        self.number.copy_((self.number + 1) % 4)
+        return self.b(cut(self.a(x) * place))
+
+    for body in (counts, stores):
+        model = Body(body)
+        model.register_buffer("number", torch.zeros((), dtype=torch.long))
+        with untouched(model), pytest.raises(PlanError, match=r"test_recording.py:\d+: .*number"):
+            chain_for(model, sample=((X,), {}))
+
+
 def test_questions_that_depend_on_parameters_keep_the_module_whole() -> None:
     class Asks(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -359,6 +429,17 @@ def test_parameters_frozen_after_the_split() -> None:
         assert_runs_as_plain(plan, X)
 
 
+def test_the_dtype_of_the_model_changed_after_the_split() -> None:
+    def body(self: Any, ids: Tensor) -> Tensor:
+        x = self.a(self.scale * ids)
+        return self.b(cut(x) + torch.ones(6, dtype=x.dtype))
+
+    ids = torch.arange(12).view(2, 6)
+    plan = recorded(body, ids)
+    plan.require_chain().model.to(torch.bfloat16)
+    assert_runs_as_plain(plan, ids)
+
+
 def test_other_dtypes_of_an_input() -> None:
     def body(self: Any, x: Tensor) -> Tensor:
         return self.b(cut(self.a(x.float() if x.dtype != torch.float32 else x + 1)))
@@ -391,6 +472,37 @@ def test_a_module_called_by_its_forward_and_parameters_read_directly() -> None:
     plan = recorded(body)
     assert {name for name, _ in plan.stage_module(0).named_parameters()} == {"a.weight", "a.bias", "scale"}
     assert ("scale",) in [tie.names for tie in plan.ties]
+
+
+def test_functional_call_with_other_parameters() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        twice = {"weight": self.a.weight * 2, "bias": self.scale}
+        return self.b(cut(torch.func.functional_call(self.a, twice, (x,)))) + self.a(x)
+
+    recorded(body)
+
+
+def test_parametrized_weights() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        return self.b(cut(F.linear(x, self.a.weight))) + cut(self.c(x))
+
+    model = Body(body)
+    nn.utils.parametrizations.weight_norm(model.a)
+    nn.utils.parametrizations.spectral_norm(model.b)
+    assert_runs_as_plain(cut_everywhere(model, sample=((X,), {})), X)
+
+
+def test_tensors_that_a_function_caches() -> None:
+    @functools.cache
+    def mask(size: int) -> Tensor:
+        return torch.ones(size, size).tril()
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        return self.b(cut(mask(len(x)) @ self.a(x)))
+
+    plan = recorded(body)
+    assert_runs_as_plain(plan, torch.cat([X, X]))
+    assert_runs_as_plain(recorded(body), X)
 
 
 def test_a_module_that_is_not_called() -> None:

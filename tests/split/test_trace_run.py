@@ -279,3 +279,72 @@ def test_a_cut_stage_keeps_no_values_between_calls() -> None:
     second = run_stages(plan, (X + 1,), {}, stages)
     assert not torch.equal(first, second)
     torch.testing.assert_close(run_stages(plan, (X,), {}, stages), first, rtol=0, atol=0)
+
+
+# ── calls that were guessed ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Masked(nn.Module):
+    """A layer that only calls with a mask use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.a(x)
+        if mask is not None:
+            x = self.b(x) * mask
+        return self.c(x)
+
+
+def test_a_model_split_for_a_guessed_call_is_split_again_for_the_first_mini_batch() -> None:
+    model = Masked()
+    plain = copy.deepcopy(model)
+    plan = ps.split(model, stages=2)
+    assert "b" not in [layer for layers in plan.groups for layer in layers]
+    with ps.Pipeline(plan, lambda out: out.square().mean(), microbatches=2) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for x in (X, 2 * X):
+            loss = plain(x, x).square().mean()
+            loss.backward()
+            torch.testing.assert_close(pipe.step((x, x)).loss, loss.detach())
+            optimizer.step(), plain_optimizer.step()
+            optimizer.zero_grad(), plain_optimizer.zero_grad()
+        assert set(pipe.state_dict()) == set(plain.state_dict())
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+def test_a_later_kind_of_call_that_needs_another_plan_is_refused() -> None:
+    with ps.Pipeline(ps.split(Masked(), stages=2), lambda out: out.square().mean(), microbatches=2) as pipe:
+        pipe.step(X)
+        with pytest.raises(ps.PlanError, match=r"called as Masked\(x, mask\), the model uses b in stage 0.*sample="):
+            pipe.step((X, X))
+
+
+def test_marks_of_a_model_whose_call_cannot_be_guessed_need_a_sample() -> None:
+    class Joins(Masked):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.b(cut(self.a(torch.cat([x.flatten(1), mask], 1))))
+
+    with pytest.raises(ps.PlanError, match="it is not known how to call it"):
+        ps.split(Joins(), stages=2)
+    sample = torch.ones(4, 2, 2), torch.ones(4, 2)
+    plan = ps.split(Joins(), stages=2, sample=sample)
+    assert_runs_as_plain(plan, *sample)
+
+
+def test_dropout_of_a_recomputed_stage_is_that_of_its_forward() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        return self.b(cut(F.dropout(self.a(x), 0.5, self.training)))
+
+    model, found = Body(body), []
+    plan = ps.split(model, stages=2, sample=X)
+    for recompute in ("never", "always"):
+        with ps.Pipeline(plan, lambda out: out.square().mean(), microbatches=1, recompute=recompute) as pipe:
+            torch.manual_seed(4)
+            loss = pipe.step(X).loss
+        found.append([loss, *(parameter.grad for parameter in model.parameters())])
+        model.zero_grad()
+    torch.testing.assert_close(*found)

@@ -78,11 +78,17 @@ class Calls:
         called = describe({**arguments, **self.fixed}, self.parameters)
         return {
             "call": called,
+            "weights": self.weights(),
             "flags": f"{flags:x}",
             "attributes": self.attributes.digest(),
             "grad": torch.is_grad_enabled(),
             "autocast": casts,
         }
+
+    def weights(self) -> str:
+        """The dtype and the type of device of the model."""
+        parameter = next(self.model.parameters(), None)
+        return "" if parameter is None else f"{parameter.dtype} {parameter.device.type}"
 
 
 class Attributes:
@@ -616,7 +622,7 @@ class TraceChain(LayerChain):
             else:
                 return None
         flags = tuple(map(attrgetter("training"), self.calls.modules.values()))
-        return tuple(call), flags, self.calls.attributes.digest(), context_now()
+        return tuple(call), flags, self.calls.weights(), self.calls.attributes.digest(), context_now()
 
     def _keep(self, recording: Recording) -> None:
         self._recordings[recording.key] = recording

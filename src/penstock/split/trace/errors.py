@@ -36,6 +36,7 @@ def is_data_dependent(error: BaseException) -> bool:
         or "data-dependent" in text
         or "Cannot access data pointer" in text
         or ".numpy() is not supported" in text
+        or ".tolist() is not supported" in text
     )
 
 

@@ -51,10 +51,13 @@ from penstock.split.trace.recording import (
     changed_context,
     context_now,
     evaluate,
+    from_answer,
     is_uniform,
     leaves_of,
     map_tree,
+    needed_for,
     needed_for_answers,
+    run_known,
     template_of,
 )
 from penstock.split.trace.state import place_of, recording_in_thread, user_line
@@ -106,9 +109,10 @@ class Value(Tensor):
     fake: Tensor
     number: int
     known: bool  # it depends on the inputs alone
+    source: Recording
 
     @staticmethod
-    def __new__(cls: Any, fake: Tensor, number: int, known: bool) -> Value:
+    def __new__(cls: Any, fake: Tensor, number: int, known: bool, source: Recording) -> Value:
         value: Value = Tensor._make_wrapper_subclass(
             cls,
             fake.size(),
@@ -119,8 +123,20 @@ class Value(Tensor):
             device=fake.device,
             requires_grad=fake.requires_grad,
         )
-        value.fake, value.number, value.known = fake, number, known
+        value.fake, value.number, value.known, value.source = fake, number, known, source
         return value
+
+    def computed(self) -> Tensor:
+        """The data of a value that depends on nothing: a forward may keep it in a cache of its own."""
+        steps = needed_for(self.source.steps, {self.number})
+        inputs = [ref for step in steps for ref in step.refs() if type(ref) is Ref and ref.number in self.source.inputs]
+        if inputs or not self.known:
+            raise RuntimeError("a tensor of a recorded forward is used after the recording: the forward has kept it")
+        env: dict[int, Any] = {}
+        for step in steps:
+            run_known(step, env, nn.Module(), torch.device("cpu"), [])
+        found: Tensor = env[self.number]
+        return found
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Value({self.number}, shape={tuple(self.fake.shape)})"
@@ -136,7 +152,8 @@ class Value(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder = _active.get(threading.get_ident())
         if recorder is None:
-            raise RuntimeError(f"{func} was called on a tensor of a recorded forward after the recording")
+            args, kwargs = map_tree((args, kwargs or {}), lambda leaf: leaf.computed() if type(leaf) is Value else leaf)
+            return func(*args, **kwargs)
         return recorder.function(func, args, kwargs or {})
 
 
@@ -314,6 +331,7 @@ class Recorder(Marking):
             result.output = self._placed(output)
             self._check_output(output)
             self._check_state(before)
+            self._check_questions()
         result.storages = {value.number: self._storage(value) for value in self.values}
         return result
 
@@ -338,7 +356,7 @@ class Recorder(Marking):
     # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _value(self, fake: Tensor, known: bool, label: str = "") -> Value:
-        value = Value(fake, len(self.values), known)
+        value = Value(fake, len(self.values), known, self.result)
         self.values.append(value)
         self.value_of.setdefault(id(fake), value)
         self.result.labels[value.number] = label
@@ -409,6 +427,8 @@ class Recorder(Marking):
         if self.busy:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if any(type(leaf) is Value and leaf.source is not self.result for leaf in leaves_of((args, kwargs))):
+            args, kwargs = map_tree((args, kwargs), self._own_value)
         if func is Tensor.__iter__ or func is Tensor.__reversed__:
             rows = self.function(torch.unbind, args, {})
             return iter(rows if func is Tensor.__iter__ else rows[::-1])
@@ -437,6 +457,13 @@ class Recorder(Marking):
                 raise
             result = self._ask(step, func, args, kwargs, error)
         return self._note(step, args, kwargs, tensors, versions, result)
+
+    def _own_value(self, leaf: Any) -> Any:
+        """A value of an earlier recording, which the forward has kept, as the constant that it is."""
+        if type(leaf) is not Value or leaf.source is self.result:
+            return leaf
+        with self._running(), DisableTorchFunction():
+            return leaf.computed()
 
     def _integer_index(self, index: Any) -> Any:
         """An index without masks that depend on the inputs alone: the shape of ``x[mask]`` depends on their values."""
@@ -494,19 +521,12 @@ class Recorder(Marking):
             answer = found[-1]
         self.result.answers.append(answer)
         step.answer = answer
-        return self._from_answer(answer)
+        with self.mode:
+            return from_answer(answer, self.device)
 
     def _refuse(self, error: Exception) -> BaseException:
         """The innermost module stays whole; an error if that is the model."""
         return KeepWhole(self.path[-1], error) if self.path[-1] else error
-
-    def _from_answer(self, answer: Any) -> Any:
-        if isinstance(answer, dict):
-            with self.mode:
-                return torch.empty(answer["shape"], dtype=getattr(torch, answer["dtype"]), device=self.device)
-        if isinstance(answer, list) and any(isinstance(item, dict) for item in answer):
-            return tuple(map(self._from_answer, answer))
-        return answer
 
     def _note(
         self, step: Step, args: Any, kwargs: Any, tensors: Sequence[Tensor], versions: Sequence[int], result: Any
@@ -570,6 +590,8 @@ class Recorder(Marking):
                     "does not know it (is it in a plain list?): keep it as an attribute or in an nn.ModuleList"
                 )
             return _original_call(module, *args, **kwargs)
+        if any(id(t) not in self.names for t in (*module.parameters(), *module.buffers())):
+            return _original_call(module, *args, **kwargs)  # by torch.func.functional_call, on other parameters
         begins, scope = begin_block_of(module), forward_block_of(module)
         if begins is not None:
             self.begin(begins)
@@ -636,7 +658,8 @@ class Recorder(Marking):
             if any(map(self._has_state, leaves_of((args, kwargs)))) and can_enter(module):
                 raise Enter(path)
             step = Step(path, None, None, [], self.layer, "", module=True, context=changed_context(self.context))
-            step.checkpoint = self.checkpoint
+            if type(module).__call__ is nn.Module.__call__:  # else its own call has the checkpoint in it
+                step.checkpoint = self.checkpoint
             result = self._run_module(path, module, args, kwargs)
             if any(not isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves_of(result)) and can_enter(module):
                 raise Enter(path)
@@ -668,6 +691,7 @@ class Recorder(Marking):
         if key in self.alike:
             return self._from_template(self.alike[key], inputs)
         versions, captured = [tensor._version for tensor in inputs], len(self.captured)
+        generators = ModuleState(())  # a module that stays whole may draw random numbers in any way
         try:
             with self._running(), self.mode, DisableTorchFunction():
                 if isinstance(outline, torch.jit.ScriptModule):
@@ -677,6 +701,9 @@ class Recorder(Marking):
                 )
         except Exception as error:
             result = self._run_for_real(path, outline, args, kwargs, error)
+        finally:
+            with self._running():
+                generators.restore()
         unchanged = versions == [tensor._version for tensor in inputs] and captured == len(self.captured)
         strided = all(t.layout is torch.strided for t in leaves_of(result) if isinstance(t, Tensor))
         if unchanged and strided and all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves_of(result)):
@@ -709,7 +736,8 @@ class Recorder(Marking):
             return map_tree(template, leaf)
 
     def _outline(self, module: nn.Module) -> nn.Module:
-        outline = module.outline() if isinstance(module, Lazy) else module
+        with self._running():
+            outline = module.outline() if isinstance(module, Lazy) else module
         if outline is None:
             raise PlanError(f"{module!r} cannot be built on the meta device: build it before the split")
         return outline
@@ -791,6 +819,20 @@ class Recorder(Marking):
             )
 
 
+    def _check_questions(self) -> None:
+        """Answers are found before the micro-batches run: they must not depend on state that a forward changes."""
+        steps = self.result.steps
+        changed = {name: step.where for step in steps for name in step.changed_names}
+        for step in needed_for_answers(steps):
+            for ref in step.refs():
+                if isinstance(ref, Attribute) and ref.name in changed:
+                    raise CannotTrace(
+                        f"{step.where}: the path of the forward depends on {ref.name}, which it changes "
+                        f"({changed[ref.name]}): do both in a module without cuts of its own",
+                        definite=True,
+                    )
+
+
 def vars_of(value: Any) -> list[Any]:
     return list(vars(value).values()) if hasattr(value, "__dict__") else []
 
@@ -869,6 +911,14 @@ def _patched(recorder: Recorder) -> Iterator[None]:
             return recorder.function(MethodType(bound, cls), args, kwargs)
 
     lazy_call: Any = Lazy.__call__
+    set_state = torch.random.set_rng_state
+
+    def refuse_state(state: Tensor) -> None:
+        if threading.get_ident() == thread and not recorder.busy:
+            raise CannotTrace(f"{user_line()}: the forward sets the state of the random generator", definite=True)
+        set_state(state)
+
+    torch.random.set_rng_state = torch.set_rng_state = refuse_state  # type: ignore[assignment]
     nn.Module.__call__ = Lazy.__call__ = call  # type: ignore[method-assign,assignment]
     function.apply = classmethod(applied)
     _active[thread] = recorder
@@ -881,5 +931,6 @@ def _patched(recorder: Recorder) -> Iterator[None]:
             yield
     finally:
         nn.Module.__call__, Lazy.__call__ = _original_call, lazy_call  # type: ignore[method-assign]
+        torch.random.set_rng_state = torch.set_rng_state = set_state
         function.apply = apply
         del _active[thread]

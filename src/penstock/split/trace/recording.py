@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -226,17 +227,20 @@ def _structure(leaves: Sequence[Any]) -> str:
 _HIGHEST = 1 - 2**-24  # that torch.rand can return
 
 
-def needed_for_answers(steps: Sequence[Step]) -> list[Step]:
-    """The questions among ``steps``, with the steps that their arguments depend on."""
-    used: set[int] = set()
-    found = []
+def needed_for(steps: Sequence[Step], numbers: set[int]) -> list[Step]:
+    """The known steps that these values, and the questions among the steps, depend on."""
+    used, found = set(numbers), list[Step]()
     for step in reversed([step for step in steps if step.known]):
-        if step.asks or step.changes or not used.isdisjoint(n for n in step.outputs if n is not None):
+        wanted = not used.isdisjoint(n for n in step.outputs if n is not None)
+        if wanted or (step.asks and not numbers) or (step.changes and found):
             used.update(ref.number for ref in step.refs() if type(ref) is Ref)
             found.append(step)
-    while found and not found[0].asks:
-        del found[0]
     return found[::-1]
+
+
+def needed_for_answers(steps: Sequence[Step]) -> list[Step]:
+    """The questions among ``steps``, with the steps that they depend on."""
+    return needed_for(steps, set())
 
 
 def evaluate(steps: Sequence[Step], env: Env, model: nn.Module) -> list[Any] | None:
@@ -282,7 +286,22 @@ def answer_of(result: Any) -> Any:
         return {"shape": list(result.shape), "dtype": str(result.dtype).removeprefix("torch.")}
     if isinstance(result, (tuple, list)):
         return [answer_of(item) for item in result]
+    if type(result).__module__ == "numpy":
+        return {"array": result.tolist(), "dtype": str(result.dtype)}
     return result
+
+
+def from_answer(answer: Any, device: torch.device) -> Any:
+    """The result of a question: plain values and arrays as they were, tensors without data."""
+    if isinstance(answer, dict) and "array" in answer:
+        import numpy
+
+        return numpy.array(answer["array"], dtype=answer["dtype"])
+    if isinstance(answer, dict):
+        return torch.empty(answer["shape"], dtype=getattr(torch, answer["dtype"]), device=device)
+    if isinstance(answer, list) and any(isinstance(item, dict) for item in answer):
+        return tuple(from_answer(item, device) for item in answer)
+    return answer
 
 
 def is_uniform(function: Any) -> bool:
@@ -429,7 +448,7 @@ class Program:
         last: bool,
     ) -> None:
         self.model, self.received, self.sent = model, received, sent
-        self.output = recording.output if last else None
+        self.output = _compiled(recording.output)
         self.last = last
         kept = {number for numbers in sent for number in numbers}
         if last:
@@ -442,7 +461,9 @@ class Program:
         for number, i in uses.items():
             if number not in kept:
                 drops.setdefault(i, []).append(number)
-        self.steps = [(step, drops.get(i, [])) for i, step in enumerate(part.steps)]
+        self.steps = [
+            (step, _compiled(step.args), _compiled(step.kwargs), drops.get(i, [])) for i, step in enumerate(part.steps)
+        ]
         self.own_device = any(
             type(leaf) is OwnDevice for step in part.steps for leaf in leaves_of((step.args, step.kwargs))
         )
@@ -452,21 +473,20 @@ class Program:
         env: Env = {}
         for numbers, values in zip(self.received, inputs, strict=True):
             env.update(zip(numbers, values, strict=True))
-        device = _device(inputs, root) if self.own_device else None
-        fill = resolver(env, lambda name: _lookup(root, name), device)
-        for step, drops in self.steps:
+        env[_ROOT], env[_DEVICE] = root, _device(inputs, root) if self.own_device else None
+        for step, fill_args, fill_kwargs, drops in self.steps:
             try:
-                args, kwargs = fill(step.args), fill(step.kwargs) if step.kwargs else {}
+                args, kwargs = fill_args(env), fill_kwargs(env)
                 target = self._module(root, step.target) if step.module else step.target
                 if step.checkpoint is not None:
-                    target = partial(checkpoint, target, use_reentrant=step.checkpoint)
+                    target, kwargs = partial(checkpoint, partial(target, **kwargs), use_reentrant=step.checkpoint), {}
                 if step.context is None:
                     result = target(*args, **kwargs)
                 else:
                     with entered_context(step.context):
                         result = target(*args, **kwargs)
             except Exception as error:
-                result = _infer_result(step, args, kwargs, root) if step.module else None
+                result = _infer_result(step, args, kwargs, root) if step.module or step.asks else None
                 if result is None:
                     error.add_note(f"in the forward's line {step.where}")
                     raise
@@ -476,7 +496,7 @@ class Program:
             for number in drops:
                 env.pop(number, None)
         if self.last:
-            return fill(self.output)
+            return self.output(env)
         return [[env[number] for number in numbers] for numbers in self.sent]
 
 
@@ -488,11 +508,36 @@ class Program:
             return self.model.get_submodule(path)
 
 
+_ROOT, _DEVICE = -1, -2  # among the values of a program: the stage's module and its device
+
+
+def _compiled(tree: Any) -> Callable[[Env], Any]:
+    """A function that gives a tree of arguments its values."""
+    kind = type(tree)
+    if kind is Ref:
+        return itemgetter(tree.number)
+    if kind is Attribute:
+        return lambda env: _lookup(env[_ROOT], tree.name)
+    if kind is OwnDevice:
+        return itemgetter(_DEVICE)
+    if not any(isinstance(leaf, PLACEHOLDERS) for leaf in leaves_of(tree)):
+        return lambda env: tree
+    if kind is tuple or kind is list:
+        items = [_compiled(item) for item in tree]
+        return lambda env: kind([item(env) for item in items])
+    if kind is dict:
+        entries = [(key, _compiled(item)) for key, item in tree.items()]
+        return lambda env: {key: item(env) for key, item in entries}
+    return lambda env: resolver(env, lambda name: _lookup(env[_ROOT], name), env[_DEVICE])(tree)
+
+
 def _infer_result(step: Step, args: Any, kwargs: Any, root: nn.Module) -> Any:
-    """The result of a module that fake tensors cannot follow, as it was recorded; None if the tensors are real."""
+    """The result of a step that fake tensors cannot follow, as it was recorded; None if the tensors are real."""
     tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
     if not any(map(is_fake_tensor, tensors)):
         return None
+    if step.asks:
+        return from_answer(step.answer, tensors[0].device)
     members = (*tensors, *_lookup(root, step.target).parameters())
     zero = sum(t.flatten()[:0].sum() for t in members if t.requires_grad)  # the result depends on all of these
 
