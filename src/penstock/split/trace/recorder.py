@@ -813,9 +813,10 @@ class Recorder(Marking):
             error = CannotTrace(text, definite=True)
             raise KeepWhole(path, error) if path else error
         if before.random_drawn():
-            raise PlanError(
+            raise CannotTrace(
                 f"{type(self.model).__name__}.forward draws random numbers that a recording would freeze: draw them "
-                "with torch (torch.rand, F.dropout), or in a module without cuts of its own"
+                "with torch (torch.rand, F.dropout), or in a module without cuts of its own",
+                definite=True,
             )
 
 
