@@ -32,8 +32,8 @@ from penstock.split.balance import partition
 from penstock.split.marks import begin_block_of, cut_points, remove_begin_block
 from penstock.split.plan import Arguments, LayerChain, WholeModelChain, build_plan
 from penstock.split.skip import SkipError, SkipUseError, verify_skippables
-from penstock.split.trace.chain import marked_chain
 from penstock.split.trace.errors import mentions_marks
+from penstock.split.trace.front_end import marked_chain
 from penstock.split.trace.state import recorder
 from penstock.train.optimizer_offload import is_offloaded
 from penstock.train.prefetch import Prefetcher

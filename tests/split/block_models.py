@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.split.plan import LayerChain, Plan, build_plan, run_stages
-from penstock.split.trace.chain import TraceChain, trace_chain
+from penstock.split.trace.chain import TraceChain
+from penstock.split.trace.front_end import trace_chain
 
 WIDTH, TOKENS = 8, 16
 SIZES = [(4,), (2, 2), (1, 3), (3, 1), (1, 2, 1), (1, 1, 1, 1)]

@@ -20,7 +20,7 @@ from penstock.split.marks import (
     groups_by_name,
 )
 from penstock.split.plan import build_plan, run_stages
-from penstock.split.trace.chain import marked_chain
+from penstock.split.trace.front_end import marked_chain
 from tests.split.trace_checks import assert_owned, assert_runs_as_plain, chain_for, every_cut, untouched
 from tests.split.trace_models import BegunDigits, ConvLayer, DecoratedDigits, ScopedDigits, WithLoss
 

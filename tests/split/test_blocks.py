@@ -20,7 +20,8 @@ from penstock.engine.shapes import FakeStage
 from penstock.errors import PlanError
 from penstock.split.balance import balance_stages
 from penstock.split.plan import run_stages
-from penstock.split.trace.chain import TraceChain, trace_chain
+from penstock.split.trace.chain import TraceChain
+from penstock.split.trace.front_end import trace_chain
 from tests.split.block_models import (
     SIZES,
     TOKENS,

@@ -17,7 +17,7 @@ from penstock.engine.shapes import FakeStage
 from penstock.errors import PlanError
 from penstock.split.balance import balance_stages
 from penstock.split.plan import Plan, build_plan, run_stages
-from penstock.split.trace.chain import trace_chain
+from penstock.split.trace.front_end import trace_chain
 from tests.split.block_models import assert_staged
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from penstock.split.plan import LayerChain, Plan, build_plan, run_stages
-from penstock.split.trace.chain import TraceChain, trace_chain
+from penstock.split.trace.chain import TraceChain
+from penstock.split.trace.front_end import trace_chain
 from tests.split.trace_models import Output
 
 

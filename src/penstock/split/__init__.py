@@ -21,8 +21,9 @@ from penstock.split.plan import StageSpec as StageSpec
 from penstock.split.plan import Tie as Tie
 from penstock.split.sample import sample_arguments, sample_inputs
 from penstock.split.sequential import SequentialChain
-from penstock.split.trace.chain import TraceChain, trace_chain
+from penstock.split.trace.chain import TraceChain
 from penstock.split.trace.errors import CannotTrace, mentions_marks
+from penstock.split.trace.front_end import trace_chain
 
 __all__ = ["Edge", "Plan", "StageSpec", "Tie", "balance_by_size", "balance_by_time", "chain_of", "split"]
 

@@ -29,23 +29,19 @@ from torch.utils.checkpoint import CheckpointFunction
 from penstock._torch import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
-    fake_tensor_mode,
     is_fake_tensor,
     replaced_checkpoint,
-    storage_id,
     unlogged_fake_tensor_errors,
 )
 from penstock.errors import PlanError
 from penstock.split.lazy import Lazy
-from penstock.split.marks import Block, CutPoint, begin_block_of, cut_points, forward_block_of
+from penstock.split.marks import Block, CutPoint, begin_block_of, forward_block_of
 from penstock.split.sample import ModuleState
 from penstock.split.trace.call import call_text, forward_arguments, rebuild
 from penstock.split.trace.errors import CannotTrace, cannot_trace, is_data_dependent
 from penstock.split.trace.recording import (
     Attribute,
-    OwnDevice,
     Recording,
-    Ref,
     Step,
     TensorMeta,
     changed_context,
@@ -55,19 +51,17 @@ from penstock.split.trace.recording import (
     is_uniform,
     leaves_of,
     map_tree,
-    needed_for,
     needed_for_answers,
-    run_known,
     template_of,
 )
-from penstock.split.trace.state import place_of, recording_in_thread, user_line
+from penstock.split.trace.state import recording_in_thread, user_line
+from penstock.split.trace.values import PLAIN_TYPES, Enter, KeepWhole, Value, Values, active_recorders
 
 _LOCK = threading.RLock()  # a recording patches nn.Module for all threads: one at a time
 _NO_WRAP = get_default_nowrap_functions()
 _RANDOM = re.compile(r"rand|normal|dropout|bernoulli|multinomial|uniform|exponential|geometric|poisson|cauchy")
 _NUMBER = re.compile(r"idx|index|_id$|^id$|number")  # attributes in which modules that are alike differ
 _EFFECTS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
@@ -103,79 +97,6 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
-class Value(Tensor):
-    """A tensor of a forward that is being recorded."""
-
-    fake: Tensor
-    number: int
-    known: bool  # it depends on the inputs alone
-    source: Recording
-
-    @staticmethod
-    def __new__(cls: Any, fake: Tensor, number: int, known: bool, source: Recording) -> Value:
-        value: Value = Tensor._make_wrapper_subclass(
-            cls,
-            fake.size(),
-            strides=fake.stride() if fake.layout is torch.strided else None,
-            storage_offset=fake.storage_offset() if fake.layout is torch.strided else 0,
-            dtype=fake.dtype,
-            layout=fake.layout,
-            device=fake.device,
-            requires_grad=fake.requires_grad,
-        )
-        value.fake, value.number, value.known, value.source = fake, number, known, source
-        return value
-
-    def computed(self) -> Tensor:
-        """The data of a value that depends on nothing: a forward may keep it in a cache of its own."""
-        steps = needed_for(self.source.steps, {self.number})
-        inputs = [ref for step in steps for ref in step.refs() if type(ref) is Ref and ref.number in self.source.inputs]
-        if inputs or not self.known:
-            raise RuntimeError("a tensor of a recorded forward is used after the recording: the forward has kept it")
-        env: dict[int, Any] = {}
-        for step in steps:
-            run_known(step, env, nn.Module(), torch.device("cpu"), [])
-        found: Tensor = env[self.number]
-        return found
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Value({self.number}, shape={tuple(self.fake.shape)})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.clone()
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"{func} was called on a tensor of a recorded forward in a way that is not recorded")
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder = _active.get(threading.get_ident())
-        if recorder is None:
-            args, kwargs = map_tree((args, kwargs or {}), lambda leaf: leaf.computed() if type(leaf) is Value else leaf)
-            return func(*args, **kwargs)
-        return recorder.function(func, args, kwargs or {})
-
-
-class KeepWhole(BaseException):
-    """The recording starts again, with this module as one step. Not an Exception, so that no forward catches it."""
-
-    def __init__(self, path: str, error: BaseException) -> None:
-        super().__init__(path)
-        self.path, self.error, self.place = path, error, place_of(error) or user_line()
-
-
-class Enter(BaseException):
-    """The recording starts again, with this module entered: it returns objects that hold tensors."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.path = path
-
-
-_active: dict[int, Recorder] = {}  # by thread
-
-
 class _RecordFunctions(TorchFunctionMode):
     """Sees calls of functions without values among their arguments too: torch.arange, or parameters alone."""
 
@@ -187,77 +108,7 @@ class _RecordFunctions(TorchFunctionMode):
         return self.recorder.function(func, args, kwargs or {})
 
 
-class Marking:
-    """Follows the marks of one forward. With ``silent``, modules begin layers and marks do nothing."""
-
-    def __init__(self, model: nn.Module, silent: bool, result: Recording) -> None:
-        self.cut_points = cut_points(model)
-        self.silent = silent
-        self.layer: str | None = None
-        self.open: list[str | None] = []
-        self.numbers: dict[Block, str] = {}  # of the blocks without names
-        self.path = [""]  # of the modules whose forwards are running
-        self.result = result
-
-    def mark(self, point: CutPoint | None, value: Any) -> Any:
-        if self.silent:
-            return value
-        where, result = user_line(), self.result
-        if point is None:
-            line = where.rpartition("/")[2]
-            seen = sum(name.partition("#")[0] == f"cut at {line}" for name in result.order)
-            name = f"cut at {line}" + (f"#{seen + 1}" if seen else "")
-        else:
-            name = self.cut_points.get(id(point), f"CutPoint at {where}")
-            if id(point) in result.points:
-                raise PlanError(
-                    f"the CutPoint {name} is used twice, at {result.lines[name]} and at {where}: "
-                    "each is used once; make one for each place"
-                )
-            result.points.add(id(point))
-        self._kind("cuts", where)
-        self.begin_layer(name, where)
-        return value
-
-    def begin_layer(self, name: str, where: str) -> None:
-        self.result.order.append(name)
-        self.result.marked |= set(self.path)
-        self.result.lines.setdefault(name, where)
-        self.layer = name
-
-    def enter(self, block: Block) -> None:
-        self.open.append(self.layer)
-        self.begin(block)
-
-    def leave(self) -> None:
-        outer = self.open.pop()
-        if self.open and outer is not None:  # within another block; after the outermost, its name stays
-            self.layer = outer
-
-    def begin(self, block: Block) -> None:
-        if self.silent:
-            return
-        where, result = user_line(), self.result
-        name = block.name or self.numbers.setdefault(block, str(len(self.numbers)))
-        self._kind("blocks", where)
-        result.marked |= set(self.path)
-        if name not in result.lines:
-            self.begin_layer(name, where)
-        if block.device is not None and result.devices.setdefault(name, block.device) != block.device:
-            raise PlanError(
-                f"block {name!r} is marked for {result.devices[name]} and, at {where}, for {block.device}: "
-                "a block has one device"
-            )
-        self.layer = name
-
-    def _kind(self, kind: str, where: str) -> None:
-        if self.result.kind not in ("", kind):
-            first = self.result.lines[self.result.order[0]]
-            raise PlanError(f"the model is marked with cut points and with blocks ({first}, {where}): use one of them")
-        self.result.kind = kind
-
-
-class Recorder(Marking):
+class Recorder(Values):
     """Records one call of a model.
 
     ``entered`` are the modules whose forwards are recorded, and ``starts(path)`` is the layer that begins with a call
@@ -280,29 +131,20 @@ class Recorder(Marking):
         parameters: Mapping[str, Any],
         signatures: dict[str, Any],
     ) -> None:
-        super().__init__(model, starts is not None, Recording(key, call_text(model, call), call))
-        self.model, self.call, self.parameters = model, call, parameters
+        super().__init__(model, starts is not None, Recording(key, call_text(model, call), call), tensors)
+        self.call, self.parameters = call, parameters
         self.is_entered = entered
         self.whole = whole
         self.starts, self.lead = starts, lead
         self.tensors, self.answers = tensors, answers
-        self.mode = fake_tensor_mode()
         self.paths = {id(module): path for path, module in model.named_modules()}
-        self.names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
-        self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
-        self.values: list[Value] = []
-        self.value_of: dict[int, Value] = {}  # by identity of the fake tensor
-        self.unknown: set[int] = set()  # storages whose contents do not depend on the inputs alone any more
-        self.busy = 0  # above 0: functions and modules run as they are, on fake tensors
         self.context = context_now()
         self.checkpoint: bool | None = None  # whether a checkpoint that is running is a reentrant one
         self.owned = {id(value) for module in model.modules() for value in vars(module).values()}
         self.signatures = signatures  # of modules, by path
         self.alike: dict[Any, Any] = {}  # results of modules
         self.running: nn.Module = model  # the module that runs whole
-        self.captured: dict[int, tuple[str, Any]] = {}  # tensors inside of such modules that hooks may have taken out
         self.hooks_before = {id(hook) for module in model.modules() for hook in module._forward_hooks.values()}
-        self.device = _main_device(model, tensors)
 
     def record(self) -> Recording:
         """Run the forward. The model and the random generators are as before, whatever happens."""
@@ -355,71 +197,6 @@ class Recorder(Marking):
 
     # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _value(self, fake: Tensor, known: bool, label: str = "") -> Value:
-        value = Value(fake, len(self.values), known, self.result)
-        self.values.append(value)
-        self.value_of.setdefault(id(fake), value)
-        self.result.labels[value.number] = label
-        return value
-
-    def _storage(self, value: Value) -> int:
-        return storage_id(value.fake) if value.fake.layout is torch.strided else -1 - value.number
-
-    def _fake(self, tensor: Tensor) -> Tensor:
-        """The fake tensor of a value, or of a real tensor: a parameter, a buffer or a constant."""
-        if type(tensor) is Value:
-            return tensor.fake
-        if is_fake_tensor(tensor):
-            return tensor
-        if id(tensor) not in self.fakes:
-            device = self._canonical(tensor.device)
-            plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-            with DisableTorchFunction(), torch.no_grad(), self.mode:
-                if plain or hasattr(tensor, "placements"):  # of a DTensor, the shape of all its shards together
-                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-                else:
-                    fake = self.mode.from_tensor(tensor)
-                fake.requires_grad_(tensor.requires_grad)
-            self.fakes[id(tensor)] = (tensor, fake)
-        return self.fakes[id(tensor)][1]
-
-    def _canonical(self, device: torch.device) -> torch.device:
-        """One device for all stages' devices: they may be on several of one kind, or have no memory yet."""
-        return self.device if device.type in (self.device.type, "meta") else device
-
-    def _all_fake(self, tree: Any) -> Any:
-        return map_tree(tree, lambda leaf: self._fake(leaf) if isinstance(leaf, Tensor) else leaf)
-
-    def _placed(self, tree: Any) -> Any:
-        """A tree with placeholders in place of values, parameters, buffers and the device of the stages."""
-
-        def leaf(value: Any) -> Any:
-            if type(value) is Value:
-                return Ref(value.number)
-            if isinstance(value, Tensor):
-                if is_fake_tensor(value):
-                    return Ref(self._taken_out(value).number)
-                name = self.names.get(id(value))
-                return value if name is None else Attribute(name)
-            if isinstance(value, torch.device) and self._canonical(value) == self.device:
-                return OwnDevice()
-            return value
-
-        return map_tree(tree, leaf)
-
-    def _known(self, tensor: Tensor) -> bool:
-        """Whether a tensor depends on the inputs alone. Floating-point buffers may be changed by training."""
-        if type(tensor) is Value:
-            return tensor.known and self._storage(tensor) not in self.unknown
-        name = self.names.get(id(tensor))
-        if name is None:
-            return not tensor.is_meta
-        parents, _, last = name.rpartition(".")
-        persistent = last not in self.model.get_submodule(parents)._non_persistent_buffers_set
-        return not isinstance(tensor, nn.Parameter) and not tensor.is_meta and not (
-            tensor.is_floating_point() and persistent
-        )
-
     # ── functions ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -458,13 +235,6 @@ class Recorder(Marking):
             result = self._ask(step, func, args, kwargs, error)
         return self._note(step, args, kwargs, tensors, versions, result)
 
-    def _own_value(self, leaf: Any) -> Any:
-        """A value of an earlier recording, which the forward has kept, as the constant that it is."""
-        if type(leaf) is not Value or leaf.source is self.result:
-            return leaf
-        with self._running(), DisableTorchFunction():
-            return leaf.computed()
-
     def _integer_index(self, index: Any) -> Any:
         """An index without masks that depend on the inputs alone: the shape of ``x[mask]`` depends on their values."""
         items: list[Any] = []
@@ -474,14 +244,6 @@ class Recorder(Marking):
             else:
                 items.append(item)
         return tuple(items) if type(index) is tuple or len(items) > 1 else items[0]
-
-    def _taken_out(self, tensor: Tensor) -> Value:
-        """The value of a fake tensor that a hook has seen in a module that runs whole; else the module is entered."""
-        if id(tensor) in self.value_of:
-            return self.value_of[id(tensor)]
-        if id(tensor) in self.captured:
-            raise Enter(self.captured[id(tensor)][0])
-        raise RuntimeError("a tensor that a module has computed is used outside of it, but it did not return it")
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An attribute that is no tensor, such as a shape; NotImplemented if it is a tensor that depends on data."""
@@ -566,14 +328,6 @@ class Recorder(Marking):
             step.outputs = []
         self.result.steps.append(step)
         return made
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        self.busy += 1
-        try:
-            yield
-        finally:
-            self.busy -= 1
 
     # ── modules ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -661,7 +415,7 @@ class Recorder(Marking):
             if type(module).__call__ is nn.Module.__call__:  # else its own call has the checkpoint in it
                 step.checkpoint = self.checkpoint
             result = self._run_module(path, module, args, kwargs)
-            if any(not isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves_of(result)) and can_enter(module):
+            if any(not isinstance(leaf, (Tensor, *PLAIN_TYPES)) for leaf in leaves_of(result)) and can_enter(module):
                 raise Enter(path)
             step.result = template_of(result, ())
             made = self._note(step, args, kwargs, tensors, versions, result)
@@ -669,7 +423,7 @@ class Recorder(Marking):
 
     def _has_state(self, leaf: Any) -> bool:
         """Whether an argument is an object that the forward has made, such as a cache: a step would keep it."""
-        if isinstance(leaf, (Tensor, *_PLAIN, type, enum.Enum)) or callable(leaf) or id(leaf) in self.owned:
+        if isinstance(leaf, (Tensor, *PLAIN_TYPES, type, enum.Enum)) or callable(leaf) or id(leaf) in self.owned:
             return False
         return bool(getattr(leaf, "__dict__", None))
 
@@ -706,7 +460,7 @@ class Recorder(Marking):
                 generators.restore()
         unchanged = versions == [tensor._version for tensor in inputs] and captured == len(self.captured)
         strided = all(t.layout is torch.strided for t in leaves_of(result) if isinstance(t, Tensor))
-        if unchanged and strided and all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves_of(result)):
+        if unchanged and strided and all(isinstance(leaf, (Tensor, *PLAIN_TYPES)) for leaf in leaves_of(result)):
             self.alike[key] = template_of(result, inputs)
         return result
 
@@ -789,7 +543,7 @@ class Recorder(Marking):
 
     def _check_output(self, output: Any) -> None:
         for leaf in leaves_of(output):
-            if not isinstance(leaf, (Tensor, *_PLAIN)) and any(isinstance(v, Tensor) for v in vars_of(leaf)):
+            if not isinstance(leaf, (Tensor, *PLAIN_TYPES)) and any(isinstance(v, Tensor) for v in vars_of(leaf)):
                 raise CannotTrace(
                     f"{type(self.model).__name__}.forward returns a {type(leaf).__name__}, which holds tensors: return "
                     "a tensor, a tuple, a dict or a dataclass",
@@ -880,13 +634,6 @@ def _belongs_to_library(hook: Any, model: nn.Module) -> bool:
     )
 
 
-def _main_device(model: nn.Module, tensors: Sequence[Tensor] | None) -> torch.device:
-    """The device that stands for those of all stages: of the accelerator, if there is one."""
-    devices = [t.device for t in (*(tensors or ()), *model.parameters(), *model.buffers())]
-    kinds = [device.type for device in devices if device.type not in ("cpu", "meta")]
-    return torch.device(kinds[0], 0) if kinds else torch.device("cpu")
-
-
 _original_call: Any = nn.Module.__call__
 
 
@@ -922,7 +669,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
     torch.random.set_rng_state = torch.set_rng_state = refuse_state  # type: ignore[assignment]
     nn.Module.__call__ = Lazy.__call__ = call  # type: ignore[method-assign,assignment]
     function.apply = classmethod(applied)
-    _active[thread] = recorder
+    active_recorders[thread] = recorder
     try:
         with (
             torch.compiler.set_stance("force_eager"),
@@ -934,4 +681,4 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         nn.Module.__call__, Lazy.__call__ = _original_call, lazy_call  # type: ignore[method-assign]
         torch.random.set_rng_state = torch.set_rng_state = set_state
         function.apply = apply
-        del _active[thread]
+        del active_recorders[thread]

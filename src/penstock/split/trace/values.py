@@ -1,0 +1,211 @@
+"""The values of a forward that is being recorded: tensors with the shape, dtype and device of a fake tensor."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock._torch import DisableTorchFunction, fake_tensor_mode, is_fake_tensor, storage_id
+from penstock.split.trace.marking import Marking
+from penstock.split.trace.recording import (
+    Attribute,
+    OwnDevice,
+    Recording,
+    Ref,
+    map_tree,
+    needed_for,
+    run_known,
+)
+from penstock.split.trace.state import place_of, user_line
+
+PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
+
+
+class Value(Tensor):
+    """A tensor of a forward that is being recorded."""
+
+    fake: Tensor
+    number: int
+    known: bool  # it depends on the inputs alone
+    source: Recording
+
+    @staticmethod
+    def __new__(cls: Any, fake: Tensor, number: int, known: bool, source: Recording) -> Value:
+        value: Value = Tensor._make_wrapper_subclass(
+            cls,
+            fake.size(),
+            strides=fake.stride() if fake.layout is torch.strided else None,
+            storage_offset=fake.storage_offset() if fake.layout is torch.strided else 0,
+            dtype=fake.dtype,
+            layout=fake.layout,
+            device=fake.device,
+            requires_grad=fake.requires_grad,
+        )
+        value.fake, value.number, value.known, value.source = fake, number, known, source
+        return value
+
+    def computed(self) -> Tensor:
+        """The data of a value that depends on nothing: a forward may keep it in a cache of its own."""
+        steps = needed_for(self.source.steps, {self.number})
+        inputs = [ref for step in steps for ref in step.refs() if type(ref) is Ref and ref.number in self.source.inputs]
+        if inputs or not self.known:
+            raise RuntimeError("a tensor of a recorded forward is used after the recording: the forward has kept it")
+        env: dict[int, Any] = {}
+        for step in steps:
+            run_known(step, env, nn.Module(), torch.device("cpu"), [])
+        found: Tensor = env[self.number]
+        return found
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Value({self.number}, shape={tuple(self.fake.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(f"{func} was called on a tensor of a recorded forward in a way that is not recorded")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = active_recorders.get(threading.get_ident())
+        if recorder is None:
+            args, kwargs = map_tree((args, kwargs or {}), lambda leaf: leaf.computed() if type(leaf) is Value else leaf)
+            return func(*args, **kwargs)
+        return recorder.function(func, args, kwargs or {})
+
+
+class KeepWhole(BaseException):
+    """The recording starts again, with this module as one step. Not an Exception, so that no forward catches it."""
+
+    def __init__(self, path: str, error: BaseException) -> None:
+        super().__init__(path)
+        self.path, self.error, self.place = path, error, place_of(error) or user_line()
+
+
+class Enter(BaseException):
+    """The recording starts again, with this module entered: it returns objects that hold tensors."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+active_recorders: dict[int, Any] = {}  # by thread
+
+
+class Values(Marking):
+    """Makes the values of a recording, and the fake tensors that they are computed on."""
+
+    def __init__(self, model: nn.Module, silent: bool, result: Recording, tensors: Sequence[Tensor] | None) -> None:
+        super().__init__(model, silent, result)
+        self.model = model
+        self.mode = fake_tensor_mode()
+        self.names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
+        self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
+        self.values: list[Value] = []
+        self.value_of: dict[int, Value] = {}  # by identity of the fake tensor
+        self.unknown: set[int] = set()  # storages whose contents do not depend on the inputs alone any more
+        self.busy = 0  # above 0: functions and modules run as they are, on fake tensors
+        self.captured: dict[int, tuple[str, Any]] = {}  # tensors inside of whole modules that hooks may have taken out
+        self.device = _main_device(model, tensors)
+
+    def _value(self, fake: Tensor, known: bool, label: str = "") -> Value:
+        value = Value(fake, len(self.values), known, self.result)
+        self.values.append(value)
+        self.value_of.setdefault(id(fake), value)
+        self.result.labels[value.number] = label
+        return value
+
+    def _storage(self, value: Value) -> int:
+        return storage_id(value.fake) if value.fake.layout is torch.strided else -1 - value.number
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        """The fake tensor of a value, or of a real tensor: a parameter, a buffer or a constant."""
+        if type(tensor) is Value:
+            return tensor.fake
+        if is_fake_tensor(tensor):
+            return tensor
+        if id(tensor) not in self.fakes:
+            device = self._canonical(tensor.device)
+            plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+            with DisableTorchFunction(), torch.no_grad(), self.mode:
+                if plain or hasattr(tensor, "placements"):  # of a DTensor, the shape of all its shards together
+                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                else:
+                    fake = self.mode.from_tensor(tensor)
+                fake.requires_grad_(tensor.requires_grad)
+            self.fakes[id(tensor)] = (tensor, fake)
+        return self.fakes[id(tensor)][1]
+
+    def _canonical(self, device: torch.device) -> torch.device:
+        """One device for all stages' devices: they may be on several of one kind, or have no memory yet."""
+        return self.device if device.type in (self.device.type, "meta") else device
+
+    def _all_fake(self, tree: Any) -> Any:
+        return map_tree(tree, lambda leaf: self._fake(leaf) if isinstance(leaf, Tensor) else leaf)
+
+    def _placed(self, tree: Any) -> Any:
+        """A tree with placeholders in place of values, parameters, buffers and the device of the stages."""
+
+        def leaf(value: Any) -> Any:
+            if type(value) is Value:
+                return Ref(value.number)
+            if isinstance(value, Tensor):
+                if is_fake_tensor(value):
+                    return Ref(self._taken_out(value).number)
+                name = self.names.get(id(value))
+                return value if name is None else Attribute(name)
+            if isinstance(value, torch.device) and self._canonical(value) == self.device:
+                return OwnDevice()
+            return value
+
+        return map_tree(tree, leaf)
+
+    def _known(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on the inputs alone. Floating-point buffers may be changed by training."""
+        if type(tensor) is Value:
+            return tensor.known and self._storage(tensor) not in self.unknown
+        name = self.names.get(id(tensor))
+        if name is None:
+            return not tensor.is_meta
+        parents, _, last = name.rpartition(".")
+        persistent = last not in self.model.get_submodule(parents)._non_persistent_buffers_set
+        return not isinstance(tensor, nn.Parameter) and not tensor.is_meta and not (
+            tensor.is_floating_point() and persistent
+        )
+
+    def _own_value(self, leaf: Any) -> Any:
+        """A value of an earlier recording, which the forward has kept, as the constant that it is."""
+        if type(leaf) is not Value or leaf.source is self.result:
+            return leaf
+        with self._running(), DisableTorchFunction():
+            return leaf.computed()
+
+    def _taken_out(self, tensor: Tensor) -> Value:
+        """The value of a fake tensor that a hook has seen in a module that runs whole; else the module is entered."""
+        if id(tensor) in self.value_of:
+            return self.value_of[id(tensor)]
+        if id(tensor) in self.captured:
+            raise Enter(self.captured[id(tensor)][0])
+        raise RuntimeError("a tensor that a module has computed is used outside of it, but it did not return it")
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self.busy += 1
+        try:
+            yield
+        finally:
+            self.busy -= 1
+
+
+def _main_device(model: nn.Module, tensors: Sequence[Tensor] | None) -> torch.device:
+    """The device that stands for those of all stages: of the accelerator, if there is one."""
+    devices = [t.device for t in (*(tensors or ()), *model.parameters(), *model.buffers())]
+    kinds = [device.type for device in devices if device.type not in ("cpu", "meta")]
+    return torch.device(kinds[0], 0) if kinds else torch.device("cpu")
