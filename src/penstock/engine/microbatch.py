@@ -46,7 +46,8 @@ def batch_size(value: Any, what: str) -> int | None:
     if len(set(sizes)) > 1:
         raise PlanError(
             f"the tensors of the {what} disagree on the batch size: their first dimensions are {sizes}. Give each "
-            "sample one entry along dimension 0 of every tensor"
+            "sample one entry along dimension 0 of every tensor, and wrap a tensor that all samples share, such as "
+            "position_ids of shape (1, T), in ps.Broadcast(tensor)"
         )
     return sizes[0] if sizes else None
 

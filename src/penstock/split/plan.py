@@ -35,6 +35,7 @@ from penstock.split.lazy import build, members, signature
 from penstock.split.sample import Arguments as Arguments
 
 FORMAT = 1
+UNEVEN = 2.0  # times its even share: a stage with more parameters is mentioned
 
 Groups = Sequence[Sequence[str]]  # the layers of each stage
 
@@ -346,6 +347,13 @@ class Plan:
             rows.append((str(index), where[index], _shorten(stage.layers), parameters, size, to))
         lines = format_table(["stage", "rank", "layers", "parameters", "bytes", "sends to"], rows, right={0, 3, 4})
         lines += [f"tie: {' = '.join(tie.names)} (stages {', '.join(map(str, tie.stages))})" for tie in self.ties]
+        sizes = [stage.parameters for stage in self.stages]
+        if max(sizes) * self.num_stages > UNEVEN * sum(sizes) > 0:
+            heaviest = sizes.index(max(sizes))
+            lines.append(
+                f"uneven: stage {heaviest} has {max(sizes) / sum(sizes):.0%} of the parameters; fewer stages, or cuts "
+                "inside of its largest layer (cuts=…, or marks), would balance better"
+            )
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:

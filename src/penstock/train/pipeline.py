@@ -442,6 +442,16 @@ class Pipeline(PipelineState):
         source, ranks = self._source, f"{self.plan.num_stages} stages on {self._source.ranks} ranks"
         return f"Pipeline({ranks}, schedule {source.name!r}, {source.microbatches} micro-batches)"
 
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self).__name__
+        if hasattr(nn.Module, name):
+            raise AttributeError(
+                f"{kind!r} object has no attribute {name!r}: a pipeline is no nn.Module. Train it by pipe.step, not by "
+                "a trainer that calls the model; save pipe.state_dict(full=True) and optimizer.state_dict(), not "
+                "torch.distributed.checkpoint's get_state_dict(pipe, optimizer)"
+            )
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+
     def __getstate__(self) -> Any:
         raise PlanError("a pipeline is not copied or pickled: save pipe.state_dict(), and build another pipeline")
 

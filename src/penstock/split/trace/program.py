@@ -28,6 +28,7 @@ from penstock.split.trace.recording import (
     Ref,
     Step,
     TensorMeta,
+    check_shapes,
     entered_context,
     from_answer,
     is_uniform,
@@ -210,6 +211,8 @@ class Program:
                 if result is None:
                     error.add_note(f"in the forward's line {step.where}")
                     raise
+            if step.checks_shapes:
+                check_shapes(step, result)
             if step.outputs:
                 store_outputs(step, result, env)
             del result, args, kwargs

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, get_default_nowrap_functions
 from torch.utils.checkpoint import CheckpointFunction
@@ -78,7 +79,17 @@ def _bincount(tensor: Tensor, weights: Tensor | None = None, minlength: int = 0)
     return torch.empty(minlength, dtype=torch.long if weights is None else weights.dtype, device=tensor.device)
 
 
-_WITHOUT_DATA: dict[Any, Callable[..., Tensor]] = {F.one_hot: _one_hot, torch.bincount: _bincount}
+def _ctc_loss(log_probs: Tensor, *args: Any, reduction: str = "mean", **kwargs: Any) -> Tensor:
+    """``F.ctc_loss`` for fake tensors: torch reads the lengths."""
+    reduction = args[4] if len(args) > 4 else reduction
+    return log_probs.sum((0, -1)) if reduction == "none" else log_probs.sum()
+
+
+_WITHOUT_DATA: dict[Any, Callable[..., Tensor]] = {
+    F.one_hot: _one_hot,
+    F.ctc_loss: _ctc_loss,
+    torch.bincount: _bincount,
+}
 
 
 def _signature(module: nn.Module) -> tuple[Any, ...]:
@@ -142,7 +153,8 @@ class Recorder(Values):
         self.checkpoint: bool | None = None  # whether a checkpoint that is running is a reentrant one
         self.owned = {id(value) for module in model.modules() for value in vars(module).values()}
         self.signatures = signatures  # of modules, by path
-        self.alike: dict[Any, Any] = {}  # results of modules
+        self.alike: dict[Any, tuple[Any, bool]] = {}  # results of modules
+        self.inferred_from_data = False  # whether the shapes of the last module's result are those for zeros
         self.running: nn.Module = model  # the module that runs whole
         self.hooks_before = {id(hook) for module in model.modules() for hook in module._forward_hooks.values()}
 
@@ -417,7 +429,7 @@ class Recorder(Values):
             result = self._run_module(path, module, args, kwargs)
             if any(not isinstance(leaf, (Tensor, *PLAIN_TYPES)) for leaf in leaves_of(result)) and can_enter(module):
                 raise Enter(path)
-            step.result = template_of(result, ())
+            step.result, step.checks_shapes = template_of(result, ()), self.inferred_from_data
             made = self._note(step, args, kwargs, tensors, versions, result)
         return self._run_own_hooks(module, args, kwargs, made)
 
@@ -438,12 +450,13 @@ class Recorder(Values):
 
     def _run_module(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a whole module, on fake tensors."""
-        outline, self.running = self._outline(module), module
+        outline, self.running, self.inferred_from_data = self._outline(module), module, False
         given, given_kwargs = self._all_fake(args), self._all_fake(kwargs)
         inputs = [leaf for leaf in leaves_of((given, given_kwargs)) if isinstance(leaf, Tensor)]
         key = self._alike_key(path, outline, given, given_kwargs, inputs)
         if key in self.alike:
-            return self._from_template(self.alike[key], inputs)
+            template, self.inferred_from_data = self.alike[key]
+            return self._from_template(template, inputs)
         versions, captured = [tensor._version for tensor in inputs], len(self.captured)
         generators = ModuleState(())  # a module that stays whole may draw random numbers in any way
         try:
@@ -455,13 +468,14 @@ class Recorder(Values):
                 )
         except Exception as error:
             result = self._run_for_real(path, outline, args, kwargs, error)
+            self.inferred_from_data = True
         finally:
             with self._running():
                 generators.restore()
         unchanged = versions == [tensor._version for tensor in inputs] and captured == len(self.captured)
         strided = all(t.layout is torch.strided for t in leaves_of(result) if isinstance(t, Tensor))
         if unchanged and strided and all(isinstance(leaf, (Tensor, *PLAIN_TYPES)) for leaf in leaves_of(result)):
-            self.alike[key] = template_of(result, inputs)
+            self.alike[key] = template_of(result, inputs), self.inferred_from_data
         return result
 
     def _alike_key(self, path: str, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> Any:
@@ -670,7 +684,9 @@ def _patched(recorder: Recorder) -> Iterator[None]:
     nn.Module.__call__ = Lazy.__call__ = call  # type: ignore[method-assign,assignment]
     function.apply = classmethod(applied)
     active_recorders[thread] = recorder
+    validates = Distribution._validate_args
     try:
+        Distribution.set_default_validate_args(False)  # it looks at the data, and has no other effect
         with (
             torch.compiler.set_stance("force_eager"),
             unlogged_fake_tensor_errors(),
@@ -678,6 +694,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         ):
             yield
     finally:
+        Distribution.set_default_validate_args(validates)
         nn.Module.__call__, Lazy.__call__ = _original_call, lazy_call  # type: ignore[method-assign]
         torch.random.set_rng_state = torch.set_rng_state = set_state
         function.apply = apply

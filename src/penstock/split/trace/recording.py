@@ -106,6 +106,7 @@ class Step:
     asks: bool = False
     checkpoint: bool | None = None  # a module runs in a checkpoint, reentrant or not
     result: Any = None  # of a module: its result as a template
+    checks_shapes: bool = False  # the shapes of a module's result may depend on data
     shape: tuple[int, ...] | None = None  # of its result, where the data might give it another one
 
     def refs(self) -> Iterator[Any]:
@@ -213,6 +214,17 @@ def store_outputs(step: Step, result: Any, env: Env) -> None:
     for number, leaf in zip(outputs, leaves, strict=True):
         if number is not None:
             env[number] = leaf
+
+
+def check_shapes(step: Step, result: Any) -> None:
+    """Raise an error if a module returns other shapes than in the recording, which may depend on them."""
+    for meta, leaf in zip(leaves_of(step.result), leaves_of(result), strict=False):
+        if isinstance(meta, TensorMeta) and isinstance(leaf, Tensor) and leaf.shape != meta.size[0]:
+            found, recorded = tuple(leaf.shape), tuple(meta.size[0])
+            raise PlanError(
+                f"{step.where}: {step.target} returned a tensor of shape {found}, but the model's forward was recorded "
+                f"with {recorded}: its shapes depend on the data, so the model cannot be cut around it"
+            )
 
 
 def _structure(leaves: Sequence[Any]) -> str:
