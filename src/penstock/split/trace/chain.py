@@ -93,6 +93,8 @@ class TraceChain(LayerChain):
                 except PlanError:
                     continue  # a mode that nobody may ever use: the error comes when somebody does
         self.names = self._names() if self.planned else policy.structure
+        if policy.how == "modules":
+            self._join_changed_in_place()
         self.layers = tuple(dict.fromkeys(self.names.values()))
         for recording in self.planned:
             self._recordings[recording.key] = recording
@@ -162,6 +164,21 @@ class TraceChain(LayerChain):
             taken = sum(other.partition("#")[0] == name for other in names.values())
             names[mark] = f"{name}#{taken + 1}" if taken else name
         return names
+
+    def _join_changed_in_place(self) -> None:
+        """Make one layer of those that use a value which one of them changes in place: a cut would separate them."""
+        marks = list(self.names)
+        at: dict[str | None, int] = {mark: i for i, mark in enumerate(marks)}
+        for recording in self.planned:
+            made, changed, last = dict[int, int](), dict[int, int](), dict[int, int]()
+            for step in recording.steps:
+                place = at.get(step.layer, 0)
+                last |= {recording.storages[ref.number]: place for ref in step.refs() if isinstance(ref, Ref)}
+                made = {recording.storages[n]: place for n in step.outputs if n is not None} | made
+                changed |= {storage: place for storage in step.changes if made.get(storage, place) != place}
+            for storage in changed:
+                first = self.names[marks[made[storage]]]
+                self.names |= dict.fromkeys(marks[made[storage] : last[storage] + 1], first)
 
     def layer_of(self, recording: Recording, step: Step) -> str:
         placed: dict[str | None, str] = recording.__dict__.setdefault("placed", {})

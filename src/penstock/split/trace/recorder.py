@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import index
 from types import MethodType
 from typing import Any
 
@@ -32,6 +33,7 @@ from penstock._torch import (
     DisableTorchFunctionSubclass,
     is_fake_tensor,
     replaced_checkpoint,
+    unchecked_data,
     unlogged_fake_tensor_errors,
 )
 from penstock.errors import PlanError
@@ -46,12 +48,14 @@ from penstock.split.trace.recording import (
     Step,
     TensorMeta,
     changed_context,
+    compute_known,
     context_now,
     evaluate,
     from_answer,
     is_uniform,
     leaves_of,
     map_tree,
+    needed_for,
     needed_for_answers,
     template_of,
 )
@@ -221,6 +225,10 @@ class Recorder(Values):
         if func is Tensor.__iter__ or func is Tensor.__reversed__:
             rows = self.function(torch.unbind, args, {})
             return iter(rows if func is Tensor.__iter__ else rows[::-1])
+        if func is Tensor.__getitem__ or func is Tensor.__setitem__:
+            items = args[1] if type(args[1]) is tuple else (args[1],)
+            if any(type(item) is slice and Value in map(type, (item.start, item.stop, item.step)) for item in items):
+                args = (args[0], tuple(map(_plain_slice, items)), *args[2:])
         if func is Tensor.__getitem__ and not self._known(args[0]):
             args = (args[0], self._integer_index(args[1]))
         name = getattr(func, "__name__", "")
@@ -519,7 +527,9 @@ class Recorder(Values):
         return {**state, **{name: clones[id(fake)] for name, fake in buffers.items()}}
 
     def _run_for_real(self, path: str, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
-        """The result of a module that fake tensors cannot follow, from a copy of it that runs on zeros.
+        """The result of a module that fake tensors cannot follow, from a copy of it that runs on real tensors.
+
+        Values that depend on the inputs alone have their data, the others are zeros.
 
         Where that fails too, the module is entered, unless it was before.
         """
@@ -530,10 +540,11 @@ class Recorder(Values):
             raise failure
 
         def real(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
             if type(leaf) is not Value:
                 return leaf
+            if self.tensors is not None and self._known(leaf):
+                inputs = dict(zip(self.result.inputs, (t.detach().clone() for t in self.tensors), strict=True))
+                return compute_known(needed_for(self.result.steps, {leaf.number}), inputs, self.model, leaf.number)
             return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device, requires_grad=leaf.requires_grad)
 
         def fake(leaf: Any) -> Any:
@@ -600,6 +611,13 @@ class Recorder(Values):
                         f"({changed[ref.name]}): do both in a module without cuts of its own",
                         definite=True,
                     )
+
+
+def _plain_slice(item: Any) -> Any:
+    """A slice with numbers in place of values: questions, whose answers they are."""
+    if type(item) is not slice:
+        return item
+    return slice(*(index(part) if type(part) is Value else part for part in (item.start, item.stop, item.step)))
 
 
 def vars_of(value: Any) -> list[Any]:
@@ -690,6 +708,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         with (
             torch.compiler.set_stance("force_eager"),
             unlogged_fake_tensor_errors(),
+            unchecked_data(),
             replaced_checkpoint(lambda: recorder.checkpointing(reentrant=False)),
         ):
             yield

@@ -17,9 +17,9 @@ from penstock.split.trace.recording import (
     OwnDevice,
     Recording,
     Ref,
+    compute_known,
     map_tree,
     needed_for,
-    run_known,
 )
 from penstock.split.trace.state import place_of, user_line
 
@@ -55,11 +55,7 @@ class Value(Tensor):
         inputs = [ref for step in steps for ref in step.refs() if type(ref) is Ref and ref.number in self.source.inputs]
         if inputs or not self.known:
             raise RuntimeError("a tensor of a recorded forward is used after the recording: the forward has kept it")
-        env: dict[int, Any] = {}
-        for step in steps:
-            run_known(step, env, nn.Module(), torch.device("cpu"), [])
-        found: Tensor = env[self.number]
-        return found
+        return compute_known(steps, {}, nn.Module(), self.number)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Value({self.number}, shape={tuple(self.fake.shape)})"
@@ -139,7 +135,8 @@ class Values(Marking):
                     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
                 else:
                     fake = self.mode.from_tensor(tensor)
-                fake.requires_grad_(tensor.requires_grad)
+                if tensor.requires_grad:
+                    fake.requires_grad_()
             self.fakes[id(tensor)] = (tensor, fake)
         return self.fakes[id(tensor)][1]
 
