@@ -110,7 +110,9 @@ def split(
     chain = chain_of(model, stages=number, cuts=cuts, blocks=blocks, sample=sample)
     if not verify:
         chain.verify = False
-    if chain.provisional:
+    if chain.provisional:  # the sample of a pipeline's first mini-batch is not there to be measured
+        if balance is None and isinstance(stages, int):
+            given["balance"] = "parameters"
         chain.split_again = lambda sample: split(model, **given, sample=sample)
     devices = None
     if named is not None:

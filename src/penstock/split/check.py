@@ -28,6 +28,8 @@ from penstock.split.sample import (
     temporary_copies,
 )
 
+MAX_COPIED = 2**28  # bytes of parameters that are copied for a comparison of the outputs
+
 
 @dataclass(frozen=True)
 class CheckReport:
@@ -113,12 +115,14 @@ def compare_outputs(
     Both start from the same state and leave it unchanged. None also if one of them fails: the pipeline will tell.
     """
     found: list[dict[str, Any]] = []
+    parameters = list(model.parameters())  # a forward may change them, such as an average of the embeddings it has seen
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     accelerators = {device for device in devices if device.type != "cpu"}
     with torch.no_grad(), preserve_state(model, accelerators) as reset:
         for call in (whole, staged):
             given = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, (args, dict(kwargs)))
-            with temporary_copies(model.buffers()):
+            with temporary_copies([*model.buffers(), *(parameters if size <= MAX_COPIED else ())]):
                 try:
                     found.append(dict(named_leaves(call(*given[0], **given[1]), "output")))
                 except Exception:

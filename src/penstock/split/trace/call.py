@@ -84,9 +84,7 @@ def rebuild(spec: Any, value: Any, fill: Callable[[list[Any], Any], Any]) -> Any
     return inner
 
 
-def forward_arguments(
-    model: nn.Module, values: Mapping[str, Any], parameters: Parameters
-) -> tuple[list[Any], dict[str, Any]]:
+def forward_arguments(values: Mapping[str, Any], parameters: Parameters) -> tuple[list[Any], dict[str, Any]]:
     """Positional and keyword arguments of the model's forward, from arguments by name."""
     kwargs, args = dict(values), list[Any]()
     star = next((n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL), None)

@@ -16,6 +16,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock._torch import NormBase
@@ -23,7 +24,8 @@ from penstock.errors import PlanError
 from penstock.split.lazy import build, members
 from penstock.split.marks import Block
 from penstock.split.plan import Edge, Groups, LayerChain
-from penstock.split.trace.call import call_text, dump, tensors_of
+from penstock.split.sample import preserve_state, temporary_copies
+from penstock.split.trace.call import call_text, dump, forward_arguments, tensors_of
 from penstock.split.trace.cut_policy import (
     START,
     Attributes,
@@ -303,8 +305,8 @@ class TraceChain(LayerChain):
             try:
                 recording = self.policy.record(data, tensors)
             except CannotTrace as error:
-                cause = error.__cause__
-                if error.definite or not isinstance(cause, Exception):
+                cause = None if error.definite else self._plain_error(arguments)
+                if cause is None:
                     raise
                 called = call_text(self.model, data["call"])
                 cause.add_note(f"in the forward's line {place_of(cause)}, called as {called}")
@@ -312,6 +314,21 @@ class TraceChain(LayerChain):
             known.append(recording)
             self._keep(recording)
         return recording.key
+
+    def _plain_error(self, arguments: Mapping[str, Any]) -> Exception | None:
+        """The error that the plain model raises for these arguments; None if it runs, or cannot be run here."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) > 1 or torch.device("meta") in devices:
+            return None
+        args, kwargs = forward_arguments({**arguments, **self.fixed}, self.calls.parameters)
+        accelerators = {device for device in devices if device.type != "cpu"}
+        with torch.no_grad(), preserve_state(self.model, accelerators), temporary_copies(self.model.buffers()):
+            try:
+                self.model(*args, **kwargs)
+            except Exception as error:
+                return error
+        return None
 
     def _quick_key(self, arguments: Mapping[str, Any]) -> Any:
         """A key that is quick to make, for arguments that are tensors, numbers and strings."""

@@ -50,6 +50,7 @@ def trace_chain(
         calls = Calls(model)
         return _chain_for(calls, call_of(calls, bind_arguments(model, *sample)), stages, cuts, blocks)
     errors: list[CannotTrace] = []
+    short: TraceChain | None = None  # a guess whose call reaches too few layers
     for arguments in guessed_arguments(model):
         try:
             calls = Calls(model)
@@ -58,7 +59,9 @@ def trace_chain(
             errors.append(error)
             continue
         chain.provisional = True
-        return chain
+        if stages is None or not isinstance(stages, int) or len(chain.layers) >= stages:
+            return chain
+        short = short or chain
     definite = [error for error in errors if error.definite]
     if errors and stages == 1 and cuts is None and blocks is None:
         raise definite[0] if definite else errors[0]
@@ -72,7 +75,7 @@ def trace_chain(
         )
     chain = _chain_by_structure(Calls(model), stages, cuts, blocks)
     chain.provisional = True
-    return chain
+    return chain if short is None or len(chain.layers) > len(short.layers) else short
 
 
 def _chain_for(

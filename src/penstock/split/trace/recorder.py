@@ -209,7 +209,7 @@ class Recorder(Values):
             values[name] = rebuild(spec, None, value)
             for number in self.result.inputs[count:]:
                 self.result.labels[number] = name
-        return forward_arguments(self.model, values, self.parameters)
+        return forward_arguments(values, self.parameters)
 
     # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────
 
