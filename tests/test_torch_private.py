@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from penstock import _torch
 from penstock.errors import PenstockError
@@ -327,6 +330,60 @@ def test_batch_norm() -> None:
     for module in (_torch, without("nn.modules.batchnorm._BatchNorm")):
         assert isinstance(nn.SyncBatchNorm(2), module.BatchNorm)
         assert not isinstance(nn.InstanceNorm1d(2), module.BatchNorm)
+
+
+def test_layers_with_running_statistics() -> None:
+    for module in (_torch, without("nn.modules.batchnorm._NormBase")):
+        assert isinstance(nn.BatchNorm1d(2), module.NormBase)
+    assert isinstance(nn.InstanceNorm1d(2), _torch.NormBase)
+
+
+def test_fake_tensors() -> None:
+    with _torch.fake_tensor_mode():
+        x = torch.empty(2)
+    assert _torch.is_fake_tensor(x)
+    assert not _torch.is_fake_tensor(torch.empty(2))
+
+
+def test_errors_of_fake_tensors_are_not_logged() -> None:
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    with _torch.unlogged_fake_tensor_errors():
+        assert not logger.isEnabledFor(logging.ERROR)
+    assert logger.level == before
+
+
+def test_assertions_about_data_are_left_out() -> None:
+    failing = torch.tensor([True, False])
+    with _torch.unchecked_data():
+        torch._check_tensor_all(failing)
+    with pytest.raises(RuntimeError):
+        torch._check_tensor_all(failing)
+
+
+def test_replaced_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[bool] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        inside.append(True)
+        yield
+        inside.append(False)
+
+    def run(x: Tensor) -> Tensor:
+        calls.append(list(inside))
+        return x.exp()
+
+    calls: list[list[bool]] = []
+    x = torch.ones(2, requires_grad=True)
+    with _torch.replaced_checkpoint(around):
+        checkpoint(run, x, use_reentrant=False).sum().backward()
+    assert (calls, inside) == ([[True]], [True, False])
+    checkpoint(run, x, use_reentrant=False).sum().backward()
+    assert len(calls) == 3, "torch's own again: once forward, once in backward"
+    monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
+    with _torch.replaced_checkpoint(around):
+        assert not hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
 
 
 def test_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

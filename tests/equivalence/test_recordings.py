@@ -87,3 +87,33 @@ def test_steps_in_threads() -> None:
             options = {"schedule": schedule, "recompute": recompute, "devices": devices}
             with ps.Pipeline(plan, lambda out: out.square().mean(), microbatches=2, **options) as pipe:
                 steps(pipe, plain)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x).tanh()).tanh() + x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo
+@pytest.mark.parametrize("compiled", ["layer", "stage"])
+def test_compiled_layers_and_stages(compiled: str) -> None:
+    """A layer that is compiled before the split stays compiled, and a stage can be compiled."""
+    model, x = Residual(), torch.randn(4, 6)
+    plain = copy.deepcopy(model)
+    expected = plain(x).square().mean()
+    expected.backward()
+    if compiled == "layer":
+        model.second.compile(backend="aot_eager")
+    with ps.Pipeline(ps.split(model, stages=2), lambda output: output.square().mean(), microbatches=2) as pipe:
+        if compiled == "stage":
+            for stage in pipe.stage_modules.values():
+                stage.compile(backend="aot_eager")
+        for _ in range(2):
+            torch.testing.assert_close(pipe.step(x).loss, expected.detach())
+            for name, parameter in pipe.named_parameters():
+                torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+            pipe.zero_grad()

@@ -147,3 +147,27 @@ def test_hidden_states_that_a_model_collects_by_hooks() -> None:
         got, want = pipe(x)["feature_maps"], model(x).feature_maps
     assert len(got) == len(want) == 4
     assert all(map(torch.equal, got, want))
+
+
+def test_a_model_that_changes_its_parameters_is_left_as_it_was() -> None:
+    """A codebook that follows its inputs: the comparison must not move it twice."""
+
+    class Following(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.layers[0].weight.data.mul_(0.5).add_(x.mean())
+            return self.layers[1](self.layers[0](x))
+
+    model = Following()
+    plain, x = copy.deepcopy(model), torch.randn(4, 4)
+    with ps.Pipeline(ps.split(model, stages=2, sample=x), microbatches=1) as pipe, torch.no_grad():
+        torch.testing.assert_close(pipe(x), plain(x))
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+def test_a_pipeline_is_no_module() -> None:
+    with ps.Pipeline(ps.split(nn.Sequential(nn.Linear(4, 4)), stages=1)) as pipe:
+        with pytest.raises(AttributeError, match=r"'modules'.*no nn.Module.*pipe\.step.*state_dict\(full=True\)"):
+            pipe.modules()
+        with pytest.raises(AttributeError, match=r"no attribute 'unknown'$"):
+            _ = pipe.unknown
