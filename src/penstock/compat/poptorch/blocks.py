@@ -146,8 +146,6 @@ class ShardedExecution(Strategy):
 _LEAD = Block("before the first block", 0)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-Blocks = tuple[hooks.LayerChain, dict[str, list[str]], dict[str, int]]
-"""A model's layers, the layers of each block in order, and the IPUs of the blocks that name one."""
 
 
 def device_of_ipu(ipu: int) -> torch.device:
@@ -161,10 +159,10 @@ def plan_stages(model: nn.Module, strategy: Strategy, call: Call) -> tuple[ps.Pl
 
     A model without blocks is one stage. A block of the strategy that the model lacks, such as a loss, is skipped.
     """
-    blocks = _find_blocks(model, strategy, call)
-    if blocks is None:
+    chain = _find_blocks(model, strategy, call)
+    if chain is None:
         return hooks.build_plan(hooks.WholeModelChain(model), [("model",)]), [0]
-    chain, layers, ipus = blocks
+    layers, ipus = chain.layers, {block: _ipu(device) for block, device in chain.devices().items()}
     stages: list[tuple[list[str], int | None]]  # blocks and IPU
     if strategy.auto is None:
         for block in layers:
@@ -181,14 +179,14 @@ def plan_stages(model: nn.Module, strategy: Strategy, call: Call) -> tuple[ps.Pl
     groups, places = [], []
     for number, (names, ipu) in enumerate(stages):
         if names:
-            groups.append([layer for block in names for layer in layers[block]])
+            groups.append(names)
             own = [ipus[block] for block in names if block in ipus]
             places.append(ipu if ipu is not None else own[0] if own else number)
     return hooks.build_plan(chain, groups), places
 
 
-def _find_blocks(model: nn.Module, strategy: Strategy, call: Call) -> Blocks | None:
-    """The blocks of a model; None if it has none, or cannot be traced and shows no sign of any."""
+def _find_blocks(model: nn.Module, strategy: Strategy, call: Call) -> hooks.LayerChain | None:
+    """A model cut at its blocks; None if it has none, or cannot be traced and shows no sign of any."""
     try:
         chain = hooks.marked_chain(model, sample=call)
     except ps.PlanError as error:
@@ -196,16 +194,12 @@ def _find_blocks(model: nn.Module, strategy: Strategy, call: Call) -> Blocks | N
         if marked or hooks.mentions_marks(model):
             raise
         return None
-    if chain is None:
-        return None
-    if strategy.auto == AutoStage.SameAsIpu:
+    if chain is not None and strategy.auto == AutoStage.SameAsIpu:
         # Layers before the first block are on IPU 0: their own stage, unless the first block is there as well.
         first = chain.devices().get(chain.layers[0])
         if first is not None and _ipu(first) != 0 and chain.has_leading_modules:
             chain = hooks.marked_chain(model, sample=call, lead=_LEAD)
-            assert chain is not None
-    ipus = {block: _ipu(device) for block, device in chain.devices().items()}
-    return chain, {block: [block] for block in chain.layers}, ipus
+    return chain
 
 
 def _ipu(device: str) -> int:
