@@ -196,9 +196,6 @@ class CutPolicy:
         calls.whole |= alike
         calls.reasons.update(dict.fromkeys(alike, again))
 
-    def enter(self, paths: Iterable[str]) -> None:
-        self.entered |= set(paths)
-
 
 def both_modes(calls: Calls, data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The kind of call as it is, and with the whole model in train and in eval mode."""
@@ -225,7 +222,7 @@ def policy_for_cuts(calls: Calls, cuts: Sequence[str]) -> CutPolicy:
     if not policy.targets:
         raise PlanError("cuts is empty: name the modules before which to cut")
     policy.required |= _parents(policy.targets, calls.modules)
-    policy.enter(policy.required)
+    policy.entered |= policy.required
     policy.recipe = {"how": "cuts", "cuts": cuts}
     return policy
 
@@ -242,7 +239,7 @@ def policy_for_blocks(calls: Calls, blocks: Sequence[str], name: str) -> CutPoli
     policy = CutPolicy(calls, "blocks")
     policy.targets = {path: path for path in blocks}
     policy.required |= _parents(policy.targets, calls.modules)
-    policy.enter(policy.required)
+    policy.entered |= policy.required
     policy.recipe = {"how": "blocks", "blocks": name}
     return policy
 
@@ -294,7 +291,7 @@ def policy_for_modules(calls: Calls, expanded: Iterable[str] = ()) -> CutPolicy:
     if unknown:
         kind = type(calls.model).__name__
         raise PlanError(f"{kind} has no module {min(unknown)!r}: this is a plan of another model")
-    policy.enter(expanded)
+    policy.entered |= set(expanded)
     for path, module in calls.modules.items():
         plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
         if plain and "forward" not in vars(module) and not user_hooks(module, None, calls.model) and len(module):
@@ -314,7 +311,7 @@ def automatic_policy(
         if not heavy:
             policy.recipe = {"how": "modules", "expanded": sorted(policy.entered - calls.whole)}
             return policy, recording
-        policy.enter(heavy)
+        policy.entered |= heavy
         recording = policy.record(data, tensors)
 
 

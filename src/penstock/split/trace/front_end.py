@@ -119,7 +119,7 @@ def _chain_by_structure(
         return TraceChain(policy_for_blocks(calls, blocks_of(calls.model, blocks), blocks), None)
     policy, count = policy_for_modules(calls), _positive(calls.model, stages)
     while heavy := heavy_modules(calls, policy, list(policy.structure), count):
-        policy.enter(heavy)
+        policy.entered |= heavy
     policy.recipe = {"how": "modules", "expanded": sorted(policy.entered)}
     return TraceChain(policy, None)
 

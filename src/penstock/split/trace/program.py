@@ -26,8 +26,8 @@ from penstock.split.trace.recording import (
     OwnDevice,
     Recording,
     Ref,
+    ResultTensor,
     Step,
-    TensorMeta,
     check_shapes,
     entered_context,
     from_answer,
@@ -265,7 +265,7 @@ def _infer_result(step: Step, args: Any, kwargs: Any, root: nn.Module) -> Any:
     zero = sum(t.flatten()[:0].sum() for t in members if t.requires_grad)  # the result depends on all of these
 
     def leaf(value: Any) -> Any:
-        if type(value) is not TensorMeta:
+        if type(value) is not ResultTensor:
             return value
         made = torch.empty_strided(*value.size[:2], dtype=value.dtype, device=value.device)
         return made + zero if value.requires_grad and torch.is_grad_enabled() else made

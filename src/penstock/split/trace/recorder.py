@@ -45,8 +45,8 @@ from penstock.split.trace.errors import CannotTrace, cannot_trace, is_data_depen
 from penstock.split.trace.recording import (
     Attribute,
     Recording,
+    ResultTensor,
     Step,
-    TensorMeta,
     changed_context,
     compute_known,
     context_now,
@@ -60,7 +60,7 @@ from penstock.split.trace.recording import (
     template_of,
 )
 from penstock.split.trace.state import recording_in_thread, user_line
-from penstock.split.trace.values import PLAIN_TYPES, Enter, KeepWhole, Value, Values, active_recorders
+from penstock.split.trace.values import PLAIN_TYPES, Enter, KeepWhole, Value, Values
 
 _LOCK = threading.RLock()  # a recording patches nn.Module for all threads: one at a time
 _NO_WRAP = get_default_nowrap_functions()
@@ -500,7 +500,7 @@ class Recorder(Values):
         """The result of a module as that of another one that is alike."""
 
         def leaf(value: Any) -> Any:
-            if type(value) is not TensorMeta:
+            if type(value) is not ResultTensor:
                 return value
             if value.same is not None:
                 return inputs[value.same]
@@ -568,7 +568,8 @@ class Recorder(Values):
 
     def _check_output(self, output: Any) -> None:
         for leaf in leaves_of(output):
-            if not isinstance(leaf, (Tensor, *PLAIN_TYPES)) and any(isinstance(v, Tensor) for v in vars_of(leaf)):
+            inside = () if isinstance(leaf, (Tensor, *PLAIN_TYPES)) else getattr(leaf, "__dict__", {}).values()
+            if any(isinstance(value, Tensor) for value in inside):
                 raise CannotTrace(
                     f"{type(self.model).__name__}.forward returns a {type(leaf).__name__}, which holds tensors: return "
                     "a tensor, a tuple, a dict or a dataclass",
@@ -618,10 +619,6 @@ def _plain_slice(item: Any) -> Any:
     if type(item) is not slice:
         return item
     return slice(*(index(part) if type(part) is Value else part for part in (item.start, item.stop, item.step)))
-
-
-def vars_of(value: Any) -> list[Any]:
-    return list(vars(value).values()) if hasattr(value, "__dict__") else []
 
 
 def _harmless(module: nn.Module, name: str) -> bool:
@@ -701,7 +698,6 @@ def _patched(recorder: Recorder) -> Iterator[None]:
     torch.random.set_rng_state = torch.set_rng_state = refuse_state  # type: ignore[assignment]
     nn.Module.__call__ = Lazy.__call__ = call  # type: ignore[method-assign,assignment]
     function.apply = classmethod(applied)
-    active_recorders[thread] = recorder
     validates = Distribution._validate_args
     try:
         Distribution.set_default_validate_args(False)  # it looks at the data, and has no other effect
@@ -717,4 +713,3 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         nn.Module.__call__, Lazy.__call__ = _original_call, lazy_call  # type: ignore[method-assign]
         torch.random.set_rng_state = torch.set_rng_state = set_state
         function.apply = apply
-        del active_recorders[thread]

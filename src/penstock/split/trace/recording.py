@@ -148,7 +148,7 @@ class Recording:
         return evaluate(self.questions, dict(zip(self.inputs, tensors, strict=True)), model) == self.answers
 
 
-class TensorMeta:
+class ResultTensor:
     """A tensor in the result of a module: one of its inputs, a view of one, or a new one."""
 
     def __init__(self, tensor: Tensor, same: int | None, view_of: int | None) -> None:
@@ -163,14 +163,14 @@ class TensorMeta:
 
 
 def template_of(result: Any, inputs: Sequence[Tensor]) -> Any:
-    """The result of a module with a ``TensorMeta`` in place of each tensor."""
+    """The result of a module with a ``ResultTensor`` in place of each tensor."""
     storages = {storage_id(tensor): i for i, tensor in enumerate(inputs) if tensor.layout is torch.strided}
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.layout is not torch.strided:
             return value
         same = next((i for i, tensor in enumerate(inputs) if tensor is value), None)
-        return TensorMeta(value, same, storages.get(storage_id(value)))
+        return ResultTensor(value, same, storages.get(storage_id(value)))
 
     return map_tree(result, leaf)
 
@@ -204,12 +204,10 @@ def store_outputs(step: Step, result: Any, env: Env) -> None:
             env[outputs[0]] = result
         return
     leaves = leaves_of(result)
-    if len(leaves) != len(outputs) or any(
-        (number is not None) != isinstance(leaf, Tensor) for number, leaf in zip(outputs, leaves, strict=True)
-    ):
+    if [isinstance(leaf, Tensor) for leaf in leaves] != [number is not None for number in outputs]:
         raise PlanError(
-            f"{step.where}: {step.target} returned {_structure(leaves)}, but {_structure(outputs)} when the model's "
-            "forward was recorded: it does not return the same for inputs of the same shapes"
+            f"{step.where}: {step.target} returned {len(leaves)} values, {len(outputs)} when the model's forward was "
+            "recorded, or tensors in other places: it does not return the same for inputs of the same shapes"
         )
     for number, leaf in zip(outputs, leaves, strict=True):
         if number is not None:
@@ -219,17 +217,12 @@ def store_outputs(step: Step, result: Any, env: Env) -> None:
 def check_shapes(step: Step, result: Any) -> None:
     """Raise an error if a module returns other shapes than in the recording, which may depend on them."""
     for meta, leaf in zip(leaves_of(step.result), leaves_of(result), strict=False):
-        if isinstance(meta, TensorMeta) and isinstance(leaf, Tensor) and leaf.shape != meta.size[0]:
+        if isinstance(meta, ResultTensor) and isinstance(leaf, Tensor) and leaf.shape != meta.size[0]:
             found, recorded = tuple(leaf.shape), tuple(meta.size[0])
             raise PlanError(
                 f"{step.where}: {step.target} returned a tensor of shape {found}, but the model's forward was recorded "
                 f"with {recorded}: its shapes depend on the data, so the model cannot be cut around it"
             )
-
-
-def _structure(leaves: Sequence[Any]) -> str:
-    tensors = sum(isinstance(leaf, (Tensor, int)) and not isinstance(leaf, bool) for leaf in leaves)
-    return f"{tensors} tensors among {len(leaves)} values"
 
 
 # ── questions: values on which the forward's path depends ──────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""Which trace, if any, this thread is in; and which line of the user's code is running."""
+"""The recorder that is active in this thread, and the line of the user's code that is running."""
 
 from __future__ import annotations
 
@@ -9,34 +9,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class Recorder(Protocol):
-    """What marks in a forward report to while it is traced."""
-
-    def mark(self, point: Any, value: Any) -> Any: ...
-
-    def enter(self, block: Any) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def begin(self, block: Any) -> None: ...
-
 
 _here = threading.local()
 
 
-def recorder() -> Recorder | None:
-    """The trace that this thread is in."""
+def recorder() -> Any:
+    """The ``Recorder`` that this thread's forward is recorded by; None outside of a recording."""
     return getattr(_here, "recorder", None)
 
 
 @contextmanager
-def recording_in_thread(active: Recorder) -> Iterator[None]:
-    """Marks that this thread reaches go to ``active``."""
+def recording_in_thread(active: Any) -> Iterator[None]:
+    """Marks and values that this thread meets go to ``active``."""
     before = recorder()
     _here.recorder = active
     try:

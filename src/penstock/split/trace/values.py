@@ -5,7 +5,6 @@ A value is a tensor with the shape, dtype and device of a fake tensor, and a num
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +24,7 @@ from penstock.split.trace.recording import (
     map_tree,
     needed_for,
 )
-from penstock.split.trace.state import place_of, user_line
+from penstock.split.trace.state import place_of, recorder, user_line
 
 PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 
@@ -73,11 +72,11 @@ class Value(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder = active_recorders.get(threading.get_ident())
-        if recorder is None:
+        active = recorder()
+        if active is None:
             args, kwargs = map_tree((args, kwargs or {}), lambda leaf: leaf.computed() if type(leaf) is Value else leaf)
             return func(*args, **kwargs)
-        return recorder.function(func, args, kwargs or {})
+        return active.function(func, args, kwargs or {})
 
 
 class KeepWhole(BaseException):
@@ -94,9 +93,6 @@ class Enter(BaseException):
     def __init__(self, path: str) -> None:
         super().__init__(path)
         self.path = path
-
-
-active_recorders: dict[int, Any] = {}  # by thread
 
 
 class Marking:
