@@ -505,7 +505,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def save() -> None:
         if options.json is not None:
-            about = {"penstock": str(Path(ps.__file__).parent), "torch": torch.__version__, "stages": options.stages}
+            about = {
+                "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "stages": options.stages,
+                "schedules": options.schedules, "recompute": options.recompute,
+            }  # fmt: skip
             data = {"about": about, "unavailable": unavailable, "models": records}
             options.json.write_text(json.dumps(data, indent=1) + "\n")
             options.json.with_suffix(".txt").write_text(summary(records, unavailable) + "\n")

@@ -245,3 +245,18 @@ def test_a_shared_parameter_counts_once_within_a_stage() -> None:
     layer = nn.Linear(2, 2)
     plan = ps.split(nn.Sequential(layer, layer, nn.Linear(2, 2)), balance=[2, 1])
     assert [stage.parameters for stage in plan.stages] == [6, 6]
+
+
+def test_a_sample_may_have_a_tensor_that_all_samples_share() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x) + shift)
+
+    batch = (torch.randn(6, 4), ps.Broadcast(torch.randn(1, 4)))
+    model = Shifted()
+    with ps.Pipeline(ps.split(model, stages=2, sample=batch), lambda y: y.square().mean(), microbatches=3) as pipe:
+        torch.testing.assert_close(pipe.step(batch).loss, model(batch[0], batch[1].tensor).square().mean().detach())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,23 +10,10 @@ from torch import Tensor
 
 from penstock.engine.message import PLAIN_TYPES, Message, flatten, meta_of, overlapping_leaves, unflatten
 from penstock.errors import PlanError
+from penstock.split.sample import Broadcast as Broadcast
 
 NUM_SAMPLED = 64  # elements of each tensor that ranks compare: most of an image, or of padded text, may be the same
 GOLDEN_RATIO = 0.6180339887498949
-
-
-@dataclass(frozen=True)
-class Broadcast:
-    """``ps.Broadcast(mask)`` among the inputs or targets: a tensor that every micro-batch gets whole."""
-
-    tensor: Tensor
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.tensor, Tensor):
-            raise PlanError(
-                f"Broadcast takes a tensor, got a {type(self.tensor).__name__}: anything else goes to "
-                "every micro-batch as it is"
-            )
 
 
 def leaf_to_device(leaf: Any, device: torch.device) -> Any:

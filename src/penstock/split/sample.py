@@ -7,13 +7,13 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from penstock._torch import DisableTorchFunction
+from penstock._torch import DisableTorchFunction, pytree
 from penstock.errors import PlanError
 from penstock.split.flatten import is_plain_sequential
 from penstock.split.lazy import Lazy
@@ -26,8 +26,23 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Broadcast:
+    """``ps.Broadcast(mask)`` among the inputs or targets: a tensor that every micro-batch gets whole."""
+
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, Tensor):
+            raise PlanError(
+                f"Broadcast takes a tensor, got a {type(self.tensor).__name__}: anything else goes to "
+                "every micro-batch as it is"
+            )
+
+
 def sample_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments of the call that ``sample`` describes."""
+    sample = pytree.tree_map(lambda leaf: leaf.tensor if isinstance(leaf, Broadcast) else leaf, sample)
     if isinstance(sample, Tensor):
         return (sample,), {}
     if isinstance(sample, Arguments):
