@@ -32,8 +32,8 @@ class _Mode:
         return _Mode(None, self.training)
 
 
-class Mirror(nn.Module):
-    """Stands for a module that is traced through, and holds what a stage has of it. Its mode is that module's."""
+class EnteredModule(nn.Module):
+    """Stands in a stage for a module whose forward is recorded; it holds the parts of it that the stage has."""
 
     def __init__(self, module: nn.Module | None) -> None:
         self.__dict__["_mode"] = None
@@ -60,14 +60,13 @@ class _Code:
         self.groups = tuple(tuple(layers) for layers in groups)
         self.index = index
         edges = chain.edges(self.groups)
-        self.sources = sorted(edge.src for edge in edges if edge.dst == index)
         self.targets = sorted(edge.dst for edge in edges if edge.src == index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Code:
         return self
 
 
-class TracedStage(Mirror):
+class TracedStage(EnteredModule):
     """The steps of one stage, with the modules that they call.
 
     ``current_variant()`` is the kind of call of the micro-batch that this thread works on; None outside of a pipeline,
@@ -92,12 +91,12 @@ class TracedStage(Mirror):
         for path in sorted(modules, key=lambda path: path.count(".")):
             parents, _, name = path.rpartition(".")
             owner = self._owner(chain.model, parents.split(".") if parents else [])
-            if isinstance(owner, Mirror):
+            if isinstance(owner, EnteredModule):
                 owner._modules[name] = modules[path]
         for full, tensor in tensors:
             parents, _, name = full.rpartition(".")
             owner = self._owner(chain.model, parents.split(".") if parents else [])
-            if not isinstance(owner, Mirror):
+            if not isinstance(owner, EnteredModule):
                 continue  # within a module that is held whole
             if isinstance(tensor, nn.Parameter):
                 owner._parameters[name] = tensor
@@ -106,14 +105,14 @@ class TracedStage(Mirror):
                 owner.register_buffer(name, tensor, persistent=keeps)
 
     def _owner(self, model: nn.Module, path: list[str]) -> nn.Module:
-        """The module at a path, with mirrors made on the way to it."""
+        """The module at a path, with stand-ins made on the way to it."""
         here: nn.Module = self
         for depth, name in enumerate(path):
-            if not isinstance(here, Mirror):
+            if not isinstance(here, EnteredModule):
                 return here
             inner = here._modules.get(name)
             if inner is None:
-                inner = here._modules[name] = Mirror(model.get_submodule(".".join(path[: depth + 1])))
+                inner = here._modules[name] = EnteredModule(model.get_submodule(".".join(path[: depth + 1])))
             here = inner
         return here
 
