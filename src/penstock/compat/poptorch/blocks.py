@@ -194,12 +194,11 @@ def _find_blocks(model: nn.Module, strategy: Strategy, call: Call) -> hooks.Laye
         if marked or hooks.mentions_marks(model):
             raise
         return None
-    if chain is not None and strategy.auto == AutoStage.SameAsIpu:
-        # Layers before the first block are on IPU 0: their own stage, unless the first block is there as well.
-        first = chain.devices().get(chain.layers[0])
-        if first is not None and _ipu(first) != 0 and chain.has_leading_modules:
-            chain = hooks.marked_chain(model, sample=call, lead=_LEAD)
-    return chain
+    if chain is None or strategy.auto != AutoStage.SameAsIpu or not chain.has_leading_modules:
+        return chain
+    # Layers before the first block are on IPU 0: their own stage, unless the first block is there as well.
+    elsewhere = _ipu(chain.devices().get(chain.layers[0], "ipu:0")) != 0
+    return hooks.marked_chain(model, sample=call, lead=_LEAD) if elsewhere else chain
 
 
 def _ipu(device: str) -> int:

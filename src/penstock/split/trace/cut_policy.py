@@ -69,10 +69,10 @@ class Attributes:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.dicts = [vars(module) for module in modules]
-        entries = [(name, value) for d in self.dicts for name, value in d.items() if not name.startswith("_")]
-        self.containers = [value for _, value in entries if isinstance(value, (dict, list, set))]
-        objects = {id(v): v for d in self.dicts for v in d.values() if hasattr(v, "__dict__") and not callable(v)}
-        self.dicts += [vars(v) for v in objects.values() if not isinstance(v, (nn.Module, Tensor))]
+        values = {id(v): v for d in self.dicts for name, v in d.items() if not name.startswith("_")}.values()
+        self.containers = [value for value in values if isinstance(value, (dict, list, set))]
+        others = [value for value in values if hasattr(value, "__dict__") and not callable(value)]
+        self.dicts += [vars(value) for value in others if not isinstance(value, (nn.Module, Tensor))]
         self._values: list[Any] = []
         self._digest = ""
 
