@@ -211,8 +211,6 @@ class Recorder(Values):
                 self.result.labels[number] = name
         return forward_arguments(values, self.parameters)
 
-    # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────
-
     # ── functions ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def function(self, func: Any, args: Any, kwargs: Any) -> Any:
