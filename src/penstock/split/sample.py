@@ -111,6 +111,20 @@ def accelerators_of(model: nn.Module, value: Any) -> set[torch.device]:
     return {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
 
 
+def plain_error(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Exception | None:
+    """The error that the model raises for these arguments; None if it runs, or cannot be run here."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        return None
+    accelerators = {device for device in devices if device.type != "cpu"}
+    with torch.no_grad(), preserve_state(model, accelerators), temporary_copies(model.buffers()):
+        try:
+            model(*args, **kwargs)
+        except Exception as error:
+            return error
+    return None
+
+
 class ModuleState:
     """A snapshot of the attributes of modules and of the states of the random generators.
 

@@ -443,14 +443,11 @@ class Pipeline(PipelineState):
         return f"Pipeline({ranks}, schedule {source.name!r}, {source.microbatches} micro-batches)"
 
     def __getattr__(self, name: str) -> Any:
-        kind = type(self).__name__
-        if hasattr(nn.Module, name):
-            raise AttributeError(
-                f"{kind!r} object has no attribute {name!r}: a pipeline is no nn.Module. Train it by pipe.step, not by "
-                "a trainer that calls the model; save pipe.state_dict(full=True) and optimizer.state_dict(), not "
-                "torch.distributed.checkpoint's get_state_dict(pipe, optimizer)"
-            )
-        raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+        hint = (
+            ": a pipeline is no nn.Module. Train it by pipe.step, not by a trainer that calls the model; save "
+            "pipe.state_dict(full=True) and optimizer.state_dict(), not get_state_dict(pipe, optimizer)"
+        )
+        raise AttributeError(f"'Pipeline' object has no attribute {name!r}{hint if hasattr(nn.Module, name) else ''}")
 
     def __getstate__(self) -> Any:
         raise PlanError("a pipeline is not copied or pickled: save pipe.state_dict(), and build another pipeline")

@@ -16,7 +16,6 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from penstock._torch import NormBase
@@ -24,8 +23,8 @@ from penstock.errors import PlanError
 from penstock.split.lazy import build, members
 from penstock.split.marks import Block
 from penstock.split.plan import Edge, Groups, LayerChain
-from penstock.split.sample import preserve_state, temporary_copies
-from penstock.split.trace.call import call_text, dump, forward_arguments, tensors_of
+from penstock.split.sample import plain_error
+from penstock.split.trace.call import call_text, dump, tensors_of
 from penstock.split.trace.cut_policy import (
     START,
     Attributes,
@@ -49,6 +48,7 @@ from penstock.split.trace.recording import (
     Step,
     context_now,
     leaves_of,
+    tensor_of,
 )
 from penstock.split.trace.stage import TracedStage
 from penstock.split.trace.state import place_of
@@ -305,7 +305,7 @@ class TraceChain(LayerChain):
             try:
                 recording = self.policy.record(data, tensors)
             except CannotTrace as error:
-                cause = None if error.definite else self._plain_error(arguments)
+                cause = None if error.definite else plain_error(self.model, *self.calls.forward_arguments(arguments))
                 if cause is None:
                     raise
                 called = call_text(self.model, data["call"])
@@ -314,21 +314,6 @@ class TraceChain(LayerChain):
             known.append(recording)
             self._keep(recording)
         return recording.key
-
-    def _plain_error(self, arguments: Mapping[str, Any]) -> Exception | None:
-        """The error that the plain model raises for these arguments; None if it runs, or cannot be run here."""
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) > 1 or torch.device("meta") in devices:
-            return None
-        args, kwargs = forward_arguments({**arguments, **self.fixed}, self.calls.parameters)
-        accelerators = {device for device in devices if device.type != "cpu"}
-        with torch.no_grad(), preserve_state(self.model, accelerators), temporary_copies(self.model.buffers()):
-            try:
-                self.model(*args, **kwargs)
-            except Exception as error:
-                return error
-        return None
 
     def _quick_key(self, arguments: Mapping[str, Any]) -> Any:
         """A key that is quick to make, for arguments that are tensors, numbers and strings."""
@@ -488,13 +473,8 @@ class Members:
     def of(self, layer: str) -> dict[str, Tensor]:
         """The parameters and buffers of a layer as they are now, by every name."""
         found = {name: tensor for path, module in self.modules[layer].items() for name, tensor in members(module, path)}
-        for name in self.own[layer]:
-            parents, _, last = name.rpartition(".")
-            owner = self.model.get_submodule(parents)
-            tensor = owner._parameters.get(last, owner._buffers.get(last))
-            if tensor is not None:
-                found[name] = tensor
-        return found
+        own = {name: tensor_of(self.model, name) for name in self.own[layer]}
+        return found | {name: tensor for name, tensor in own.items() if tensor is not None}
 
     def _hold_the_rest(self, layers: Sequence[str]) -> None:
         held = {layer: self.of(layer) for layer in layers}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.errors import PlanError, did_you_mean
 from penstock.split.lazy import members
 from penstock.split.marks import Block, cut_points
-from penstock.split.trace.call import describe, dump
+from penstock.split.trace.call import describe, dump, forward_arguments
 from penstock.split.trace.errors import CannotTrace, cannot_trace, mentions_marks
 from penstock.split.trace.recorder import Recorder, can_enter, user_hooks
 from penstock.split.trace.recording import Recording, context_now
@@ -57,6 +57,9 @@ class Calls:
             "grad": torch.is_grad_enabled(),
             "autocast": casts,
         }
+
+    def forward_arguments(self, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        return forward_arguments({**arguments, **self.fixed}, self.parameters)
 
     def weights(self) -> str:
         """The dtype and the type of device of the model."""

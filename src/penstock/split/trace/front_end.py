@@ -18,6 +18,7 @@ from penstock.errors import PlanError
 from penstock.split.lazy import Lazy
 from penstock.split.marks import Block, begin_block_of, cut_points
 from penstock.split.plan import bind_arguments
+from penstock.split.sample import plain_error
 from penstock.split.trace.call import tensors_of
 from penstock.split.trace.chain import TraceChain
 from penstock.split.trace.cut_policy import (
@@ -56,8 +57,14 @@ def trace_chain(
     if type(model).forward is nn.Module.forward and "forward" not in vars(model):
         raise PlanError(f"a {type(model).__name__} has no forward and cannot run: split a module that can be called")
     if sample is not None:
-        calls = Calls(model)
-        return _chain_for(calls, call_of(calls, bind_arguments(model, *sample)), stages, cuts, blocks)
+        calls, arguments = Calls(model), bind_arguments(model, *sample)
+        try:
+            return _chain_for(calls, call_of(calls, arguments), stages, cuts, blocks)
+        except CannotTrace as error:
+            cause = None if error.definite else plain_error(model, *calls.forward_arguments(arguments))
+            if cause is None:
+                raise
+            raise PlanError(f"the model does not run on the sample: {type(cause).__name__}: {cause}") from cause
     errors: list[CannotTrace] = []
     short: TraceChain | None = None  # a guess whose call reaches too few layers
     for arguments in guessed_arguments(model):

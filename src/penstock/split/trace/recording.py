@@ -322,10 +322,10 @@ def is_uniform(function: Any) -> bool:
 
 
 def tensor_of(model: nn.Module, name: str) -> Any:
-    """A parameter or buffer by its name."""
+    """A parameter or buffer by its name; None if it is not there any more."""
     parents, _, last = name.rpartition(".")
     owner = model.get_submodule(parents)
-    return owner._parameters[last] if last in owner._parameters else owner._buffers[last]
+    return owner._parameters.get(last, owner._buffers.get(last))
 
 
 # ── the steps of one stage ─────────────────────────────────────────────────────────────────────────────────────────
