@@ -214,7 +214,7 @@ class Program:
             if step.checks_shapes:
                 check_shapes(step, result)
             if step.outputs:
-                store_outputs(step, result, env)
+                store_outputs(step, result, env, drops)
             del result, args, kwargs
             for number in drops:
                 env.pop(number, None)

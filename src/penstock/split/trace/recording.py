@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -191,8 +191,8 @@ def resolver(env: Env, attribute: Callable[[str], Any], device: torch.device | N
     return lambda tree: map_tree(tree, leaf)
 
 
-def store_outputs(step: Step, result: Any, env: Env) -> None:
-    """Number the tensors of a step's result."""
+def store_outputs(step: Step, result: Any, env: Env, unused: Collection[int] = ()) -> None:
+    """Number the tensors of a step's result; those that nothing uses may be missing."""
     outputs = step.outputs
     if step.shape is not None and step.shape != tuple(result.shape):
         raise PlanError(
@@ -204,7 +204,8 @@ def store_outputs(step: Step, result: Any, env: Env) -> None:
             env[outputs[0]] = result
         return
     leaves = leaves_of(result)
-    if [isinstance(leaf, Tensor) for leaf in leaves] != [number is not None for number in outputs]:
+    found = [isinstance(leaf, Tensor) or n in unused for leaf, n in zip(leaves, outputs, strict=False)]
+    if len(leaves) != len(outputs) or found != [number is not None for number in outputs]:
         raise PlanError(
             f"{step.where}: {step.target} returned {len(leaves)} values, {len(outputs)} when the model's forward was "
             "recorded, or tensors in other places: it does not return the same for inputs of the same shapes"
