@@ -163,12 +163,12 @@ class CutPolicy:
 
     def record(self, data: Mapping[str, Any], tensors: Sequence[Tensor] | None = None) -> Recording:
         """Record a kind of call. Modules that cannot be entered stay whole, unless cuts lie inside."""
-        calls, starts = self.calls, None if self.how == "marks" else self.starts
+        calls, modules = self.calls, dict(self.calls.model.named_modules())  # Lazy layers may have been built since
         with _settings(calls.modules, data):
             while True:
                 recorder = Recorder(
-                    calls.model, dump(data), data["call"], entered=self.entered, whole=calls.whole - self.required,
-                    starts=None if starts is None else starts(), lead=self.lead, tensors=tensors,
+                    modules, dump(data), data["call"], entered=self.entered, whole=calls.whole - self.required,
+                    starts=None if self.how == "marks" else self.starts(), lead=self.lead, tensors=tensors,
                     answers=data.get("answers"), parameters=calls.parameters, signatures=calls.signatures,
                 )  # fmt: skip
                 try:

@@ -124,7 +124,7 @@ class _RecordFunctions(TorchFunctionMode):
 
 
 class Recorder(Values):
-    """Records one call of a model.
+    """Records one call of a model, which is the first of ``modules``.
 
     ``entered`` are the modules whose forwards are recorded, and ``starts(path)`` is the layer that begins with a call
     of a module, where modules and not marks begin layers. ``tensors`` are the inputs' data; where a rank does not have
@@ -133,7 +133,7 @@ class Recorder(Values):
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Mapping[str, nn.Module],
         key: str,
         call: Mapping[str, Any],
         *,
@@ -146,27 +146,26 @@ class Recorder(Values):
         parameters: Mapping[str, Any],
         signatures: dict[str, Any],
     ) -> None:
-        super().__init__(model, starts is not None, Recording(key, call_text(model, call), call), tensors)
+        super().__init__(modules, starts is not None, Recording(key, call_text(modules[""], call), call), tensors)
         self.call, self.parameters = call, parameters
-        self.is_entered = entered
-        self.whole = whole
+        self.is_entered, self.whole = entered, whole
         self.starts, self.lead = starts, lead
         self.tensors, self.answers = tensors, answers
-        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.paths = {id(module): path for path, module in modules.items()}
         self.context = context_now()
         self.checkpoint: bool | None = None  # whether a checkpoint that is running is a reentrant one
-        self.owned = {id(value) for module in model.modules() for value in vars(module).values()}
+        self.owned = {id(value) for module in modules.values() for value in vars(module).values()}
         self.signatures = signatures  # of modules, by path
         self.alike: dict[Any, tuple[Any, bool]] = {}  # results of modules
         self.inferred_from_data = False  # whether the shapes of the last module's result are those for zeros
-        self.running: nn.Module = model  # the module that runs whole
-        self.hooks_before = {id(hook) for module in model.modules() for hook in module._forward_hooks.values()}
+        self.running = self.model  # the module that runs whole
+        self.hooks_before = {id(hook) for module in modules.values() for hook in module._forward_hooks.values()}
 
     def record(self) -> Recording:
         """Run the forward. The model and the random generators are as before, whatever happens."""
         result, model = self.result, self.model
         with _LOCK, ExitStack() as stack:
-            before = ModuleState(model.modules())
+            before = ModuleState(self.modules.values())
             stack.callback(before.restore)
             stack.enter_context(recording_in_thread(self))
             stack.enter_context(_patched(self))

@@ -5,7 +5,7 @@ A value is a tensor with the shape, dtype and device of a fake tensor, and a num
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,7 +99,7 @@ class Marking:
     """Follows the marks of one forward. With ``silent``, modules begin layers and marks do nothing."""
 
     def __init__(self, model: nn.Module, silent: bool, result: Recording) -> None:
-        self.cut_points = cut_points(model)
+        self.cut_points = {} if silent else cut_points(model)
         self.silent = silent
         self.layer: str | None = None
         self.open: list[str | None] = []
@@ -168,18 +168,19 @@ class Marking:
 class Values(Marking):
     """Makes the values of a recording, and the fake tensors that they are computed on."""
 
-    def __init__(self, model: nn.Module, silent: bool, result: Recording, tensors: Sequence[Tensor] | None) -> None:
-        super().__init__(model, silent, result)
-        self.model = model
+    def __init__(self, modules: Mapping[str, nn.Module], silent: bool, result: Recording, tensors: Any) -> None:
+        super().__init__(modules[""], silent, result)
+        self.modules, self.model = modules, modules[""]
         self.mode = fake_tensor_mode()
-        self.names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
+        members = [(path, {**module._buffers, **module._parameters}) for path, module in modules.items()]
+        self.names = {id(t): f"{path}.{name}".lstrip(".") for path, own in members[::-1] for name, t in own.items()}
         self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
         self.values: list[Value] = []
         self.value_of: dict[int, Value] = {}  # by identity of the fake tensor
         self.unknown: set[int] = set()  # storages whose contents do not depend on the inputs alone any more
         self.busy = 0  # above 0: functions and modules run as they are, on fake tensors
         self.captured: dict[int, tuple[str, Any]] = {}  # tensors inside of whole modules that hooks may have taken out
-        self.device = _main_device(model, tensors)
+        self.device = _main_device(self.model, tensors)
 
     def _value(self, fake: Tensor, known: bool, label: str = "") -> Value:
         value = Value(fake, len(self.values), known, self.result)
