@@ -42,7 +42,8 @@ def describe(arguments: Mapping[str, Any], parameters: Parameters) -> dict[str, 
 
 def _describe(value: Any, name: str) -> Any:
     if isinstance(value, Tensor):
-        return {"tensor": [list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad]}
+        stride = [] if value.layout is not torch.strided or value.is_contiguous() else value.stride()
+        return {"tensor": [list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad, *stride]}
     if value is None or type(value) in PLAIN:
         return {"=": value}
     if type(value) in (tuple, list):

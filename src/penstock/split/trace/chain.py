@@ -104,7 +104,8 @@ class TraceChain(LayerChain):
         self.recipe = {"front": "trace", **policy.recipe, **called}
         entered = set(policy.entered).union(*(recording.entered for recording in self.planned)) - calls.whole
         self.entered = sorted(entered | self._leading())
-        self._entered_modules = [(path, calls.modules[path]) for path in self.entered if path in policy.entered]
+        entered_modules = [(path, calls.modules[path]) for path in self.entered if path in policy.entered]
+        self._entered_modules = [(path, module, [*module._modules.values()]) for path, module in entered_modules]
         self.holds = Members(self)
         if policy.how == "cuts" and self.planned:
             self._check_called()
@@ -286,9 +287,12 @@ class TraceChain(LayerChain):
 
     def variant(self, arguments: Mapping[str, Any]) -> str:
         """The key of the recording that runs for these arguments, which is made if there is none yet."""
-        for path, module in self._entered_modules:
+        for path, module, children in self._entered_modules:
             if user_hooks(module, None, self.model):
                 raise hooked_module(path, module)
+            if [*module._modules.values()] != children:
+                kind = type(module).__name__
+                raise PlanError(f"modules of {path or kind} were replaced after the split: split the model again")
         quick = self._quick_key(arguments)
         found = self._quick.get(quick) if quick is not None else None
         if found is None:
@@ -320,7 +324,8 @@ class TraceChain(LayerChain):
         call: list[tuple[Any, ...]] = []
         for name, value in arguments.items():
             if isinstance(value, Tensor):
-                call.append((name, value.shape, value.dtype, value.requires_grad))
+                stride = () if value.is_sparse else value.stride()
+                call.append((name, value.shape, value.dtype, value.requires_grad, stride))
             elif value is None or isinstance(value, (bool, int, float, str)):
                 call.append((name, type(value), value))
             else:
@@ -387,6 +392,7 @@ class TraceChain(LayerChain):
     def _check_statistics(self, parts: Sequence[Part]) -> None:
         """Running statistics cannot be kept in two stages."""
         used: dict[str, dict[int, str]] = {}
+        changed = {name for part in parts for step in part.steps for name in step.changed_names}
         for stage, part in enumerate(parts):
             for step in part.steps:
                 if step.module:
@@ -394,7 +400,8 @@ class TraceChain(LayerChain):
         for path, places in used.items():
             if len(places) > 1:
                 for name, module in self.model.get_submodule(path).named_modules(prefix=path):
-                    if isinstance(module, NormBase) and module.track_running_stats:
+                    state = any(f"{name}.{buffer}" in changed for buffer in module._buffers)
+                    if state or (isinstance(module, NormBase) and module.track_running_stats):
                         lines = " and ".join(f"stage {stage} ({where})" for stage, where in places.items())
                         raise PlanError(
                             f"{name} ({type(module).__name__}) keeps running statistics and is called in {lines}: they "

@@ -28,6 +28,7 @@ from penstock.split.trace.recording import (
     Ref,
     ResultTensor,
     Step,
+    check_plain,
     check_shapes,
     entered_context,
     from_answer,
@@ -213,6 +214,8 @@ class Program:
                     raise
             if step.checks_shapes:
                 check_shapes(step, result)
+            if step.module and not isinstance(result, Tensor):
+                check_plain(step, result)
             if step.outputs:
                 store_outputs(step, result, env, drops)
             del result, args, kwargs

@@ -33,6 +33,7 @@ from penstock._torch import (
     DisableTorchFunctionSubclass,
     is_fake_tensor,
     replaced_checkpoint,
+    storage_id,
     unchecked_data,
     unlogged_fake_tensor_errors,
 )
@@ -156,7 +157,8 @@ class Recorder(Values):
         self.checkpoint: bool | None = None  # whether a checkpoint that is running is a reentrant one
         self.owned = {id(value) for module in modules.values() for value in vars(module).values()}
         self.signatures = signatures  # of modules, by path
-        self.alike: dict[Any, tuple[Any, bool]] = {}  # results of modules
+        self.alike: dict[Any, tuple[Any, bool, list[str]]] = {}  # results of modules, and the buffers they change
+        self.changed_buffers: list[str] = []  # by the last module
         self.inferred_from_data = False  # whether the shapes of the last module's result are those for zeros
         self.running = self.model  # the module that runs whole
         self.hooks_before = {id(hook) for module in modules.values() for hook in module._forward_hooks.values()}
@@ -194,9 +196,11 @@ class Recorder(Values):
 
     def _inputs(self) -> tuple[list[Any], dict[str, Any]]:
         def value(described: list[Any], _: Any) -> Value:
-            shape, dtype, requires_grad = described
+            shape, dtype, requires_grad, *stride = described
             with self.mode:
-                fake = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device, requires_grad=requires_grad)
+                fake = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+                fake = torch.empty_strided(shape, stride, dtype=fake.dtype, device=self.device) if stride else fake
+                fake.requires_grad_(requires_grad)
                 fake = fake.clone() if requires_grad else fake  # it need not be a leaf of the caller's graph
             made = self._value(fake, True)
             self.result.inputs.append(made.number)
@@ -318,9 +322,12 @@ class Recorder(Values):
             return result
         step.args, step.kwargs, step.where = self._placed(args), self._placed(kwargs), user_line()
         step.changes = frozenset(self._storage(t) for t in changed if type(t) is Value)
-        step.changed_names = tuple(
-            self.names[id(t)] for t in changed if type(t) is not Value and id(t) in self.names
-        )
+        storages = {storage_id(self._fake(t)) for t in changed if t.layout is torch.strided} & self.storage_names.keys()
+        changed_names = {self.storage_names[storage] for storage in storages}
+        if None in changed_names:
+            text = "a tensor that is neither a parameter nor a buffer is changed in place: make it a buffer, or do it in"
+            raise self._refuse(CannotTrace(f"{user_line()}: {text} a module without cuts of its own", definite=True))
+        step.changed_names += tuple(name for name in changed_names if name is not None)
         if not step.known:
             self.unknown |= step.changes
         same = {id(self._fake(tensor)): tensor for tensor in tensors}
@@ -435,6 +442,7 @@ class Recorder(Values):
             if any(not isinstance(leaf, (Tensor, *PLAIN_TYPES)) for leaf in leaves_of(result)) and can_enter(module):
                 raise Enter(path)
             step.result, step.checks_shapes = template_of(result, ()), self.inferred_from_data
+            step.changed_names = tuple(f"{path}.{name}" for name in self.changed_buffers)
             made = self._note(step, args, kwargs, tensors, versions, result)
         return self._run_own_hooks(module, args, kwargs, made)
 
@@ -456,11 +464,12 @@ class Recorder(Values):
     def _run_module(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The result of a whole module, on fake tensors."""
         outline, self.running, self.inferred_from_data = self._outline(module), module, False
+        self.changed_buffers = []
         given, given_kwargs = self._all_fake(args), self._all_fake(kwargs)
         inputs = [leaf for leaf in leaves_of((given, given_kwargs)) if isinstance(leaf, Tensor)]
         key = self._alike_key(path, outline, given, given_kwargs, inputs)
         if key in self.alike:
-            template, self.inferred_from_data = self.alike[key]
+            template, self.inferred_from_data, self.changed_buffers = self.alike[key]
             return self._from_template(template, inputs)
         versions, captured = [tensor._version for tensor in inputs], len(self.captured)
         generators = ModuleState(())  # a module that stays whole may draw random numbers in any way
@@ -468,9 +477,10 @@ class Recorder(Values):
             with self._running(), self.mode, DisableTorchFunction():
                 if isinstance(outline, torch.jit.ScriptModule):
                     raise NotImplementedError
-                result = torch.func.functional_call(
-                    outline, self._state(module), given, given_kwargs, tie_weights=False
-                )
+                state = self._state(module)
+                before = {name: tensor._version for name, tensor in state.items()}
+                result = torch.func.functional_call(outline, state, given, given_kwargs, tie_weights=False)
+                self.changed_buffers = [name for name, tensor in state.items() if tensor._version != before[name]]
         except Exception as error:
             result = self._run_for_real(path, outline, args, kwargs, error)
             self.inferred_from_data = True
@@ -480,7 +490,7 @@ class Recorder(Values):
         unchanged = versions == [tensor._version for tensor in inputs] and captured == len(self.captured)
         strided = all(t.layout is torch.strided for t in leaves_of(result) if isinstance(t, Tensor))
         if unchanged and strided and all(isinstance(leaf, (Tensor, *PLAIN_TYPES)) for leaf in leaves_of(result)):
-            self.alike[key] = template_of(result, inputs), self.inferred_from_data
+            self.alike[key] = template_of(result, inputs), self.inferred_from_data, self.changed_buffers
         return result
 
     def _alike_key(self, path: str, module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor]) -> Any:

@@ -215,6 +215,16 @@ def store_outputs(step: Step, result: Any, env: Env, unused: Collection[int] = (
             env[number] = leaf
 
 
+def check_plain(step: Step, result: Any) -> None:
+    """Raise an error if a module returns another number or string than in the recording, which may depend on it."""
+    for recorded, leaf in zip(leaves_of(step.result), leaves_of(result), strict=False):
+        if isinstance(recorded, (bool, int, float, str)) and leaf != recorded:
+            raise PlanError(
+                f"{step.where}: {step.target} returned {leaf!r}, but {recorded!r} when the forward was recorded: "
+                "return a tensor, or put the code that uses the number into the module"
+            )
+
+
 def check_shapes(step: Step, result: Any) -> None:
     """Raise an error if a module returns other shapes than in the recording, which may depend on them."""
     for meta, leaf in zip(leaves_of(step.result), leaves_of(result), strict=False):
@@ -250,10 +260,11 @@ def needed_for_answers(steps: Sequence[Step]) -> list[Step]:
 def evaluate(steps: Sequence[Step], env: Env, model: nn.Module) -> list[Any] | None:
     """The answers to the questions among ``steps``, which depend on inputs alone; ``env`` has the inputs.
 
-    Uniform random numbers are replaced by the lowest and the highest: None if an answer depends on them.
+    Uniform random numbers are replaced by the lowest, the highest and some others: None if an answer depends on them.
     """
-    both = []
-    for uniform in (0.0, _HIGHEST) if any(is_uniform(step.target) for step in steps) else (0.0,):
+    found = []
+    draws = torch.Generator().manual_seed(0)
+    for uniform in (0.0, _HIGHEST, *[draws] * 6) if any(is_uniform(step.target) for step in steps) else (0.0,):
         copies = {number: tensor.detach() for number, tensor in env.items()}
         if any(step.changes for step in steps):
             copies = {number: tensor.clone() for number, tensor in copies.items()}
@@ -262,19 +273,20 @@ def evaluate(steps: Sequence[Step], env: Env, model: nn.Module) -> list[Any] | N
         with torch.no_grad():
             for step in steps:
                 run_known(step, copies, model, device, answers, uniform)
-        both.append(answers)
-    return both[0] if all(answers == both[0] for answers in both) else None
+        found.append(answers)
+    return found[0] if all(answers == found[0] for answers in found) else None
 
 
 def run_known(
-    step: Step, env: Env, model: nn.Module, device: torch.device, answers: list[Any], uniform: float = 0.0
+    step: Step, env: Env, model: nn.Module, device: torch.device, answers: list[Any], uniform: Any = 0.0
 ) -> Any:
     """Run a step whose arguments are known; a question's answer is appended to ``answers``."""
     fill = resolver(env, lambda name: tensor_of(model, name), device)
     args, kwargs = fill(step.args), fill(step.kwargs)
     if is_uniform(step.target):
         kwargs.pop("generator", None)
-        result = (torch.zeros if step.target is torch.rand else torch.zeros_like)(*args, **kwargs) + uniform
+        result = (torch.zeros if step.target is torch.rand else torch.zeros_like)(*args, **kwargs)
+        result += uniform if isinstance(uniform, float) else torch.rand(result.shape, generator=uniform).to(result)
     else:
         result = step.target(*args, **kwargs)
     if step.asks:

@@ -175,6 +175,7 @@ class Values(Marking):
         members = [(path, {**module._buffers, **module._parameters}) for path, module in modules.items()]
         self.names = {id(t): f"{path}.{name}".lstrip(".") for path, own in members[::-1] for name, t in own.items()}
         self.fakes: dict[int, tuple[Tensor, Tensor]] = {}
+        self.storage_names: dict[int, str | None] = {}  # of parameters and buffers; None for other tensors of the model
         self.values: list[Value] = []
         self.value_of: dict[int, Value] = {}  # by identity of the fake tensor
         self.unknown: set[int] = set()  # storages whose contents do not depend on the inputs alone any more
@@ -209,6 +210,8 @@ class Values(Marking):
                 if tensor.requires_grad:
                     fake.requires_grad_()
             self.fakes[id(tensor)] = (tensor, fake)
+            if fake.layout is torch.strided:
+                self.storage_names[storage_id(fake)] = self.names.get(id(tensor))
         return self.fakes[id(tensor)][1]
 
     def _canonical(self, device: torch.device) -> torch.device:
