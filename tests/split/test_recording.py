@@ -580,3 +580,73 @@ def test_a_dataclass_as_an_argument_of_a_module() -> None:
 
 def assert_close(got: Any, want: Any) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+# ── state that a recording would miss ────────────────────────────────────────────────────────────────────────────
+
+
+def changes_a_view_of_a_buffer(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    self.bank.data[0].add_(h.detach().mean())
+    return self.c(cut(self.b(cut(h)))) * self.bank
+
+
+def changes_a_plain_tensor(self: Any, x: Tensor) -> Tensor:
+    self.plain += 1
+    return self.c(cut(self.b(cut(self.a(x))))) * self.plain
+
+
+def moves_a_teacher(self: Any, x: Tensor) -> Tensor:
+    h = self.a(x)
+    with torch.no_grad():
+        self.c.weight.data.mul_(0.9).add_(self.a.weight.data, alpha=0.1)
+    return self.c(cut(self.b(cut(h))))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (changes_a_view_of_a_buffer, "'bank' is changed in place in stage 0, but stage 2 uses it too"),
+        (changes_a_plain_tensor, r"test_recording.py:\d+: a tensor that is neither a parameter nor a buffer"),
+        (moves_a_teacher, r"'c\.weight' is changed in place in stage 0, but stage 2 uses it too"),
+    ],
+)
+def test_state_that_stages_would_miss_is_refused(body: Any, message: str) -> None:
+    model = Body(body)
+    model.register_buffer("bank", torch.ones(6))
+    model.plain = torch.zeros(())
+    with pytest.raises(PlanError, match=message):
+        cut_everywhere(model, sample=((X,), {}))
+
+
+class Counts(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        self.calls += 1
+        return super().forward(x), self.calls
+
+
+def test_a_number_that_a_module_returns_must_stay_the_same() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        h, calls = self.b(cut(self.a(x)))
+        return self.c(cut(h)) * calls
+
+    model = Body(body)
+    model.b = Counts(6, 6)
+    plan = cut_everywhere(model, sample=((X,), {}))
+    run_stages(plan, (X,), {})
+    with pytest.raises(PlanError, match=r"b returned 2, but 1 when the forward was recorded"):
+        run_stages(plan, (X,), {})
+
+
+def test_strides_of_inputs_and_replaced_modules() -> None:
+    def body(self: Any, x: Tensor) -> Tensor:
+        return self.c(cut(self.b(cut(self.a(x))))) * (2 if x.is_contiguous() else 3)
+
+    plan = cut_everywhere(Body(body), sample=((X,), {}))
+    assert_runs_as_plain(plan, X)
+    assert_runs_as_plain(plan, X.t().contiguous().t())
+    plan.require_chain().model.b = nn.Linear(6, 6)
+    with pytest.raises(PlanError, match="modules of Body were replaced after the split"):
+        run_stages(plan, (X,), {})

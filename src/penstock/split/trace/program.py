@@ -134,7 +134,8 @@ def _check_in_place(
         for name in step.changed_names:
             for other in steps:
                 there = stages[id(other)]
-                if there != stage and Attribute(name) in other.refs():
+                inside = other.module and other.target != step.target and name.startswith(f"{other.target}.")
+                if there != stage and (inside or Attribute(name) in other.refs()):
                     raise _changed_elsewhere(step, name, stage, there, other.where)
 
 

@@ -325,8 +325,10 @@ class Recorder(Values):
         storages = {storage_id(self._fake(t)) for t in changed if t.layout is torch.strided} & self.storage_names.keys()
         changed_names = {self.storage_names[storage] for storage in storages}
         if None in changed_names:
-            text = "a tensor that is neither a parameter nor a buffer is changed in place: make it a buffer, or do it in"
-            raise self._refuse(CannotTrace(f"{user_line()}: {text} a module without cuts of its own", definite=True))
+            text = "a tensor that is neither a parameter nor a buffer is changed in place: make it a buffer"
+            raise self._refuse(CannotTrace(f"{user_line()}: {text}, or do it in a module without cuts", definite=True))
+        if step.target is F.batch_norm:  # fake tensors do not show that it changes the running statistics
+            changed_names |= {self.names.get(id(t)) for t in tensors if not isinstance(t, nn.Parameter)} - {None}
         step.changed_names += tuple(name for name in changed_names if name is not None)
         if not step.known:
             self.unknown |= step.changes
