@@ -98,7 +98,6 @@ REFUSED: dict[Callable[..., Any], str] = {
     loops_on_data: r"test_trace_refused.py:\d+: `while x.sum\(\) > 0:`.*known only when the model runs",
     branches: r"test_trace_refused.py:\d+: `if x.mean\(\) > 0:`.*Mark the cuts elsewhere, or move this part",
     counts: "sets calls.*would be lost",
-    keeps: "sets last.*would be lost",
     fills_a_list: "sets seen.*would be lost",
     assigns_a_buffer: "sets count while it runs.*change it in place",
     draws: "draws random numbers",
@@ -113,6 +112,13 @@ def test_a_forward_that_cannot_be_recorded_is_an_error_with_its_line() -> None:
         model = bad(body)
         with untouched(model), pytest.raises(PlanError, match=message):
             chain_for(model)
+
+
+def test_an_attribute_that_is_set_and_never_read_is_a_warning() -> None:
+    model = bad(keeps)
+    with untouched(model), pytest.warns(UserWarning, match=r"Bad.forward sets last: .* keep the values"):
+        plan = cut_everywhere(model)
+    assert_runs_as_plain(plan, X)
 
 
 def loops_on_size(self: Any, x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from penstock.profile.timing import ActionTimes, LayerTimings, count_time, measu
 from penstock.split import chain_of
 from penstock.split.measure import LayerRun, Measurement, measure, tensor_bytes
 from penstock.split.plan import LayerChain, Plan
-from penstock.split.sample import ModuleState, accelerators_of, sample_arguments
+from penstock.split.sample import RandomStates, accelerators_of, sample_arguments
 from penstock.train.progress import ProgressUI, progress_ui
 
 TURNS = 4  # times that each layer is timed, if the budget allows it
@@ -196,7 +196,7 @@ def _preserved(threads: int | None) -> Iterator[None]:
     """
     if threads is not None and (type(threads) is not int or threads < 1):
         raise PlanError(f"threads={threads!r} must be a number of threads, from 1 up")
-    random_state, before = ModuleState(()), torch.get_num_threads()
+    random_state, before = RandomStates(), torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)
     try:

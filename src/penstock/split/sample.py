@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import enum
+import functools
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -125,67 +130,162 @@ def plain_error(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]
     return None
 
 
-class ModuleState:
-    """A snapshot of the attributes of modules and of the states of the random generators.
+def own_generators(modules: Iterable[nn.Module]) -> list[Any]:
+    """The random generators of Python and NumPy that modules have as attributes."""
+    numpy: Any = sys.modules.get("numpy.random")
+    kinds = (random.Random,) if numpy is None else (random.Random, numpy.Generator, numpy.RandomState)
+    values = {id(value): value for module in modules for value in vars(module).values()}.values()
+    return [value for value in values if isinstance(value, kinds)]
 
-    With ``alone=False`` other threads may be drawing random numbers, so the generators are not restored.
-    """
 
-    def __init__(self, modules: Iterable[nn.Module], alone: bool = True) -> None:
-        self.alone = alone
-        self.modules = []  # with their attributes, and the contents of lists, dicts and sets among them
-        for module in modules:
-            containers = {k: v for k, v in vars(module).items() if isinstance(v, (dict, list, set))}
-            contents = {k: list(v.items()) if isinstance(v, dict) else list(v) for k, v in containers.items()}
-            self.modules.append((module, dict(vars(module)), contents))
-        with DisableTorchFunction():  # this may run within a trace
-            self.torch = torch.get_rng_state()
-        self.python = random.getstate()
+class RandomStates:
+    """The states of the global random generators of torch, Python and NumPy, and of ``own`` ones."""
+
+    def __init__(self, own: Sequence[Any] = ()) -> None:
+        self.own = own
+        self.torch, self.others = self._now()
+
+    def _now(self) -> tuple[Tensor, list[Any]]:
         numpy: Any = sys.modules.get("numpy.random")
-        self.numpy = None if numpy is None else numpy.get_state()
+        others = [random.getstate(), None if numpy is None else numpy.get_state()]
+        with DisableTorchFunction():  # this may run within a trace
+            return torch.get_rng_state(), [*others, *map(_generator_state, self.own)]
+
+    def drawn(self) -> bool:
+        """Whether random numbers were drawn since."""
+        state, others = self._now()
+        with DisableTorchFunction():
+            return not torch.equal(state, self.torch) or str(others) != str(self.others)
+
+    def restore(self) -> None:
+        with DisableTorchFunction():
+            torch.set_rng_state(self.torch)
+        python, numpy, *own = self.others
+        random.setstate(python)
+        if numpy is not None:
+            sys.modules["numpy.random"].set_state(numpy)
+        for generator, state in zip(self.own, own, strict=True):
+            if isinstance(generator, random.Random):
+                generator.setstate(state)
+            elif hasattr(generator, "bit_generator"):
+                generator.bit_generator.state = state
+            else:
+                generator.set_state(state)
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
+_ATOMS = (*PLAIN, Tensor, nn.Module, ModuleType)
+_DEPTH, _ITEMS = 4, 256  # of containers within containers, and of values in one of them
+_RECORDS = ("argparse", "types", "collections")  # modules of the standard library whose objects hold settings
+
+
+def contents(value: Any) -> list[Any] | None:
+    """The values in a container, an object, a class of the user's or a closure; None if it has none."""
+    if isinstance(value, _ATOMS):
+        return None
+    if isinstance(value, dict):
+        items = [*value, *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        items = list(value)
+    elif isinstance(value, FunctionType):
+        items = [*(value.__defaults__ or ()), *map(_cell_contents, value.__closure__ or ())]
+    elif isinstance(value, functools.partial):
+        items = [value.func, *value.args, *value.keywords.values()]
+    else:
+        kind = value if isinstance(value, type) else type(value)
+        package = kind.__module__.partition(".")[0]
+        if (package in sys.stdlib_module_names or package == "torch") and package not in (*_RECORDS, "__main__"):
+            return None
+        items = [item for name, item in getattr(value, "__dict__", {}).items() if name[:2] != "__"]
+    return items if 0 < len(items) <= _ITEMS else None
+
+
+def _cell_contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is not assigned yet
+        return None
+
+
+def containers_in(
+    value: Any, seen: set[int] | None = None, *, closures: bool = True
+) -> Iterator[tuple[Any, list[Any]]]:
+    """``value`` and the containers and objects inside it that were not ``seen``, each with its contents."""
+    seen, level = set() if seen is None else seen, [value]
+    for _ in range(_DEPTH):
+        below = []
+        for one in level:
+            skipped = id(one) in seen or (not closures and isinstance(one, FunctionType))
+            items = None if skipped else contents(one)
+            if items is not None:
+                seen.add(id(one))
+                below += items
+                yield one, items
+        level = below
+
+
+def _set_contents(container: Any, before: Any) -> None:
+    """Give a container or object the contents of a copy of it."""
+    if isinstance(container, (dict, set)):
+        container.clear()
+        container.update(before)
+    elif isinstance(container, (list, deque)):
+        container.clear()
+        container.extend(before)
+    elif hasattr(container, "__dict__") and not callable(container):
+        _set_contents(vars(container), vars(before))
+
+
+class ModuleState:
+    """A snapshot of the attributes of modules, with all that is in them, and of the states of the random generators."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = {id(module): (module, dict(vars(module)), dict[str, list[_Container]]()) for module in modules}
+        seen: set[int] = set()
+        for _, attributes, inside in self.modules.values():
+            for name, value in attributes.items():
+                inner = containers_in(value, seen, closures=False)  # functions may keep a log, which stays
+                found = [_Container(one, copy.copy(one), items) for one, items in inner]
+                if found or isinstance(value, (dict, list, set)):
+                    inside[name] = found or [_Container(value, copy.copy(value), [])]
+        self.random = RandomStates(own_generators(module for module, *_ in self.modules.values()))
 
     def changed(self, module: nn.Module) -> list[str]:
         """The attributes of one of the modules that have changed since."""
-        now, names = vars(module), list[str]()
-        for attributes, contents in (entry[1:] for entry in self.modules if entry[0] is module):
-            names += [name for name in {**attributes, **now} if now.get(name, now) is not attributes.get(name, now)]
-            names += [name for name, items in contents.items() if name in now and not _same(now[name], items)]
+        now, (_, attributes, inside) = vars(module), self.modules[id(module)]
+        names = [name for name in {**attributes, **now} if now.get(name, now) is not attributes.get(name, now)]
+        names += [name for name, found in inside.items() if any(one.has_changed(ignore_first=True) for one in found)]
         return list(dict.fromkeys(names))
 
-    def random_drawn(self) -> bool:
-        """Whether Python, NumPy or torch has drawn random numbers since."""
-        if not self.alone:
-            return False
-        numpy: Any = sys.modules.get("numpy.random")
-        numpy_drawn = self.numpy is not None and str(numpy.get_state()) != str(self.numpy)
-        with DisableTorchFunction():
-            torch_drawn = not torch.equal(torch.get_rng_state(), self.torch)
-        return numpy_drawn or torch_drawn or random.getstate() != self.python
-
     def restore(self) -> None:
-        for module, attributes, contents in self.modules:
+        for module, attributes, inside in self.modules.values():
             now = vars(module)
             if now.keys() != attributes.keys() or any(now[name] is not value for name, value in attributes.items()):
                 now.clear()
                 now.update(attributes)
-            for name, items in contents.items():
-                if not _same(now[name], items):
-                    now[name].clear()
-                    (now[name].extend if isinstance(now[name], list) else now[name].update)(items)
-        if not self.alone:
-            return
-        with DisableTorchFunction():
-            torch.set_rng_state(self.torch)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
+            for one in (one for found in inside.values() for one in found if one.has_changed()):
+                _set_contents(one.container, one.copied)
+        self.random.restore()
 
 
-def _same(container: Any, items: list[Any]) -> bool:
-    if isinstance(container, dict):
-        now = list(container.items())
-        return len(now) == len(items) and all(a is c and b is d for (a, b), (c, d) in zip(now, items, strict=True))
-    return len(container) == len(items) and all(a is b for a, b in zip(container, items, strict=True))
+class _Container(NamedTuple):
+    container: Any
+    copied: Any
+    items: list[Any]
+
+    def has_changed(self, ignore_first: bool = False) -> bool:
+        """With ``ignore_first``, None may have become a plain value: a setting that is chosen at the first call."""
+        now = contents(self.container) or []
+        if len(now) != len(self.items):
+            return True
+        pairs = zip(now, self.items, strict=True)
+        return not all(a is b or (ignore_first and b is None and type(a) in PLAIN) for a, b in pairs)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from operator import attrgetter
@@ -27,7 +28,6 @@ from penstock.split.sample import plain_error
 from penstock.split.trace.call import call_text, dump, tensors_of
 from penstock.split.trace.cut_policy import (
     START,
-    Attributes,
     Calls,
     CutPolicy,
     blocks_of,
@@ -48,6 +48,7 @@ from penstock.split.trace.recording import (
     Step,
     context_now,
     leaves_of,
+    parent_paths,
     tensor_of,
 )
 from penstock.split.trace.stage import TracedStage
@@ -85,21 +86,22 @@ class TraceChain(LayerChain):
         if data is not None:
             main = first or policy.record(data, tensors)
             self.planned.append(main)
-            calls.attributes = Attributes(calls.modules[path] for path in sorted(main.entered))
-            data = {**{k: v for k, v in data.items() if k != "answers"}, "attributes": calls.attributes.digest()}
-            self._variants[dump(data)] = [main]
-            main.key = dump({**data, "answers": main.answers})
             for kind in both_modes(calls, {**data, "answers": main.answers})[1:]:
                 try:
                     self.planned.append(policy.record(kind))
                 except PlanError:
                     continue  # a mode that nobody may ever use: the error comes when somebody does
+            data = {**{k: v for k, v in data.items() if k != "answers"}, "read": calls.read.digest()}
+            self._variants[dump(data)] = [main]
+            main.key = dump({**data, "answers": main.answers})
         self.names = self._names() if self.planned else policy.structure
         if policy.how == "modules":
-            self._join_changed_in_place()
+            self._join_dependent_layers()
         self.layers = tuple(dict.fromkeys(self.names.values()))
+        self._warned: set[str] = set()  # attributes that the forward sets in vain
         for recording in self.planned:
             self._recordings[recording.key] = recording
+            self._warn_of_lost(recording)
         called = {"called": json.loads(self.planned[0].key)} if self.planned else {}
         self.recipe = {"front": "trace", **policy.recipe, **called}
         entered = set(policy.entered).union(*(recording.entered for recording in self.planned)) - calls.whole
@@ -168,8 +170,11 @@ class TraceChain(LayerChain):
             names[mark] = f"{name}#{taken + 1}" if taken else name
         return names
 
-    def _join_changed_in_place(self) -> None:
-        """Make one layer of those that use a value which one of them changes in place: a cut would separate them."""
+    def _join_dependent_layers(self) -> None:
+        """Make one layer of those that a cut may not separate.
+
+        They use a value that one of them changes in place, or they call a module that has state of its own.
+        """
         marks = list(self.names)
         at: dict[str | None, int] = {mark: i for i, mark in enumerate(marks)}
         for recording in self.planned:
@@ -179,9 +184,15 @@ class TraceChain(LayerChain):
                 last |= {recording.storages[ref.number]: place for ref in step.refs() if isinstance(ref, Ref)}
                 made = {recording.storages[n]: place for n in step.outputs if n is not None} | made
                 changed |= {storage: place for storage in step.changes if made.get(storage, place) != place}
-            for storage in changed:
-                first = self.names[marks[made[storage]]]
-                self.names |= dict.fromkeys(marks[made[storage] : last[storage] + 1], first)
+            spans = [(made[storage], last[storage]) for storage in changed]
+            calls: dict[str, list[int]] = {}
+            for step in recording.steps:
+                if step.module:
+                    calls.setdefault(str(step.target), []).append(at.get(step.layer, 0))
+            repeated = {path: places for path, places in calls.items() if len({*places}) > 1}
+            spans += [(min(p), max(p)) for path, p in repeated.items() if self._state_of(recording, path)]
+            for start, end in spans:
+                self.names |= dict.fromkeys(marks[start : end + 1], self.names[marks[start]])
 
     def layer_of(self, recording: Recording, step: Step) -> str:
         placed: dict[str | None, str] = recording.__dict__.setdefault("placed", {})
@@ -315,6 +326,11 @@ class TraceChain(LayerChain):
                 called = call_text(self.model, data["call"])
                 cause.add_note(f"in the forward's line {place_of(cause)}, called as {called}")
                 raise cause from None
+            if self.calls.read.digest() != data["read"]:  # it has read values that no recording did before
+                data = {**data, "read": self.calls.read.digest()}
+                recording.key = dump({**data, "answers": recording.answers})
+                known = self._variants.setdefault(dump(data), [])
+                self._quick.clear()
             known.append(recording)
             self._keep(recording)
         return recording.key
@@ -331,10 +347,21 @@ class TraceChain(LayerChain):
             else:
                 return None
         flags = tuple(map(attrgetter("training"), self.calls.modules.values()))
-        return tuple(call), flags, self.calls.weights(), self.calls.attributes.digest(), context_now()
+        return tuple(call), flags, self.calls.weights(), self.calls.read.digest(), context_now()
+
+    def _warn_of_lost(self, recording: Recording) -> None:
+        lost = [name for name in recording.lost if name not in self._warned]
+        self._warned.update(lost)
+        if lost:
+            warnings.warn(
+                f"{type(self.model).__name__}.forward sets {', '.join(lost)}: in a pipeline these attributes keep the "
+                "values that they had before, because cuts lie inside the modules that set them",
+                stacklevel=2,
+            )
 
     def _keep(self, recording: Recording) -> None:
         self._recordings[recording.key] = recording
+        self._warn_of_lost(recording)
         if len(self._recordings) > MAX_RECORDINGS:  # of ever new shapes
             oldest = next(key for key, one in self._recordings.items() if one not in self.planned)
             del self._recordings[oldest]
@@ -361,7 +388,7 @@ class TraceChain(LayerChain):
             if at not in self._parts:
                 stage_of = {layer: index for index, layers in enumerate(groups) for layer in layers}
                 parts = divide(recording, lambda step: stage_of[self.layer_of(recording, step)], len(groups))
-                self._check_statistics(parts)
+                self._check_state(recording, parts)
                 self._parts[at] = parts
             return self._parts[at]
 
@@ -389,24 +416,32 @@ class TraceChain(LayerChain):
         for index in range(len(cuts)):
             self.program(cuts, index, variant)
 
-    def _check_statistics(self, parts: Sequence[Part]) -> None:
-        """Running statistics cannot be kept in two stages."""
+    def _state_of(self, recording: Recording, path: str) -> str | None:
+        """The state that a module changes when it is called: running statistics, or attributes such as a counter."""
+        if recording.counts.get(path):
+            return f"{path} changes {', '.join(recording.counts[path])} when it is called"
+        changed = {name for step in recording.steps for name in step.changed_names}
+        for name, module in self.model.get_submodule(path).named_modules(prefix=path):
+            buffers = any(f"{name}.{buffer}" in changed for buffer in module._buffers)
+            if buffers or (isinstance(module, NormBase) and module.track_running_stats):
+                return f"{name} ({type(module).__name__}) keeps running statistics"
+        return None
+
+    def _check_state(self, recording: Recording, parts: Sequence[Part]) -> None:
+        """The state of a module cannot be kept in two stages."""
         used: dict[str, dict[int, str]] = {}
-        changed = {name for part in parts for step in part.steps for name in step.changed_names}
         for stage, part in enumerate(parts):
             for step in part.steps:
                 if step.module:
                     used.setdefault(str(step.target), {})[stage] = step.where
         for path, places in used.items():
-            if len(places) > 1:
-                for name, module in self.model.get_submodule(path).named_modules(prefix=path):
-                    state = any(f"{name}.{buffer}" in changed for buffer in module._buffers)
-                    if state or (isinstance(module, NormBase) and module.track_running_stats):
-                        lines = " and ".join(f"stage {stage} ({where})" for stage, where in places.items())
-                        raise PlanError(
-                            f"{name} ({type(module).__name__}) keeps running statistics and is called in {lines}: they "
-                            "would be duplicated. Put the calls into one stage, or use a module for each"
-                        )
+            state = self._state_of(recording, path) if len(places) > 1 else None
+            if state is not None:
+                lines = " and ".join(f"stage {stage} ({where})" for stage, where in places.items())
+                raise PlanError(
+                    f"{state}, and the module is called in {lines}: each stage would have a state of its own. Put the "
+                    "calls into one stage, or use a module for each"
+                )
 
     def _check_held(self, groups: Groups, recording: Recording, parts: Sequence[Part]) -> None:
         """A kind of call that the plan was not made for uses its modules in the stages that have them."""
@@ -507,12 +542,6 @@ class Members:
                 self.modules[layer][whole] = self.model.get_submodule(whole)
             else:
                 self.own[layer][name] = None
-
-
-def parent_paths(name: str) -> list[str]:
-    """The paths of the modules that a name leads through, the outermost first."""
-    parts = name.split(".")[:-1]
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def _common(a: str, b: str) -> int:

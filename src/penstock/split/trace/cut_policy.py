@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 import torch
@@ -17,18 +15,12 @@ from penstock.split.lazy import members
 from penstock.split.marks import Block, cut_points
 from penstock.split.trace.call import describe, dump, forward_arguments
 from penstock.split.trace.errors import CannotTrace, cannot_trace, mentions_marks
+from penstock.split.trace.python_state import PythonState
 from penstock.split.trace.recorder import Recorder, can_enter, user_hooks
 from penstock.split.trace.recording import Recording, context_now
 from penstock.split.trace.values import Enter, KeepWhole
 
 START = "start"  # the layer before the first mark, where no module gives it a name
-
-
-_PLAIN_ATTRIBUTES = (bool, int, float, str, tuple, list, torch.dtype)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, _PLAIN_ATTRIBUTES)
 
 
 class Calls:
@@ -40,7 +32,7 @@ class Calls:
         self.parameters = inspect.signature(model.forward).parameters
         self.whole: set[str] = set()  # they cannot be entered
         self.reasons: dict[str, KeepWhole] = {}
-        self.attributes = Attributes(())
+        self.read = PythonState()  # by the recordings so far
         self.signatures: dict[str, Any] = {}  # of modules: those that are alike run once in a recording
         self.fixed = _fixed_arguments(model, self.parameters)
 
@@ -53,7 +45,7 @@ class Calls:
             "call": called,
             "weights": self.weights(),
             "flags": f"{flags:x}",
-            "attributes": self.attributes.digest(),
+            "read": self.read.digest(),
             "grad": torch.is_grad_enabled(),
             "autocast": casts,
         }
@@ -65,36 +57,6 @@ class Calls:
         """The dtype and the type of device of the model."""
         parameter = next(self.model.parameters(), None)
         return "" if parameter is None else f"{parameter.dtype} {parameter.device.type}"
-
-
-class Attributes:
-    """The plain attributes of modules, and of objects such as a config among them: a forward may depend on them."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.dicts = [vars(module) for module in modules]
-        values = {id(v): v for d in self.dicts for name, v in d.items() if not name.startswith("_")}.values()
-        self.containers = [value for value in values if isinstance(value, (dict, list, set))]
-        others = [value for value in values if hasattr(value, "__dict__") and not callable(value)]
-        self.dicts += [vars(value) for value in others if not isinstance(value, (nn.Module, Tensor))]
-        self._values: list[Any] = []
-        self._digest = ""
-
-    def digest(self) -> str:
-        """A number that is another one when an attribute was changed, and the same on all ranks."""
-        values = [value for entries in self.dicts for value in entries.values()]
-        values += [item for c in self.containers for item in (c.values() if isinstance(c, dict) else c)]
-        if len(values) != len(self._values) or not all(map(is_, values, self._values)):
-            self._values = values
-            plain = [
-                (name, value)
-                for entries in self.dicts
-                for name, value in entries.items()
-                if name != "training" and _is_plain(value)
-            ]
-            dicts = [container for container in self.containers if isinstance(container, dict)]
-            plain += [(str(name), value) for d in dicts for name, value in d.items() if _is_plain(value)]
-            self._digest = f"{zlib.crc32(repr(plain).encode()):x}"
-        return self._digest
 
 
 def _fixed_arguments(model: nn.Module, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,10 +113,11 @@ class CutPolicy:
     def starts(self) -> Any:
         """A function from the path of a module that is called to the layer that begins with the call."""
         counts: dict[str, int] = {}
-        entered, whole, targets = self.entered, self.calls.whole, self.targets
+        modules, targets = self.calls.modules, self.targets
+        divided = {path for path in self.entered - self.calls.whole if next(modules[path].children(), None) is not None}
 
         def of_module(path: str) -> str | None:
-            if path not in targets if targets else path in entered and path not in whole:
+            if path not in targets if targets else path in divided:
                 return None
             counts[path] = counts.get(path, 0) + 1
             return path if counts[path] == 1 else f"{path}#{counts[path]}"
@@ -170,6 +133,7 @@ class CutPolicy:
                     modules, dump(data), data["call"], entered=self.entered, whole=calls.whole - self.required,
                     starts=None if self.how == "marks" else self.starts(), lead=self.lead, tensors=tensors,
                     answers=data.get("answers"), parameters=calls.parameters, signatures=calls.signatures,
+                    read=calls.read,
                 )  # fmt: skip
                 try:
                     found = recorder.record()
@@ -262,6 +226,7 @@ def policy_for_marks(
             surveys.append(policy.record(kind, tensors if kind == data else None))
         except PlanError as error:
             errors.append(error)
+    calls.read = PythonState()  # modules that were entered to look for marks alone are not, later
     if not surveys:
         raise errors[0]
     lost = [path for path in calls.whole if mentions_marks(calls.modules[path])]

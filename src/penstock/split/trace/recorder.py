@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import enum
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -40,9 +41,10 @@ from penstock._torch import (
 from penstock.errors import PlanError
 from penstock.split.lazy import Lazy
 from penstock.split.marks import Block, CutPoint, begin_block_of, forward_block_of
-from penstock.split.sample import ModuleState
+from penstock.split.sample import ModuleState, RandomStates, contents, own_generators
 from penstock.split.trace.call import call_text, forward_arguments, rebuild
 from penstock.split.trace.errors import CannotTrace, cannot_trace, is_data_dependent
+from penstock.split.trace.python_state import PythonState, global_values, same_objects
 from penstock.split.trace.recording import (
     Attribute,
     Recording,
@@ -67,6 +69,8 @@ _LOCK = threading.RLock()  # a recording patches nn.Module for all threads: one 
 _NO_WRAP = get_default_nowrap_functions()
 _RANDOM = re.compile(r"rand|normal|dropout|bernoulli|multinomial|uniform|exponential|geometric|poisson|cauchy")
 _NUMBER = re.compile(r"idx|index|_id$|^id$|number")  # attributes in which modules that are alike differ
+_NOT_WATCHED = frozenset(vars(nn.Module())) | {"forward"}  # parameters, modules, hooks, the mode
+_MISSING: Any = object()
 _EFFECTS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -146,10 +150,12 @@ class Recorder(Values):
         answers: Sequence[Any] | None = None,
         parameters: Mapping[str, Any],
         signatures: dict[str, Any],
+        read: PythonState,
     ) -> None:
-        super().__init__(modules, starts is not None, Recording(key, call_text(modules[""], call), call), tensors)
+        result = Recording(key, call_text(modules[""], call), call)
+        super().__init__(modules, set(entered) - set(whole), starts is not None, result, tensors)
         self.call, self.parameters = call, parameters
-        self.is_entered, self.whole = entered, whole
+        self.whole = whole
         self.starts, self.lead = starts, lead
         self.tensors, self.answers = tensors, answers
         self.paths = {id(module): path for path, module in modules.items()}
@@ -161,6 +167,10 @@ class Recorder(Values):
         self.changed_buffers: list[str] = []  # by the last module
         self.inferred_from_data = False  # whether the shapes of the last module's result are those for zeros
         self.running = self.model  # the module that runs whole
+        self.read = read
+        self.first_read: set[tuple[int, str]] = set()  # attributes by id of the module, if not set before
+        self.written: dict[tuple[int, str], str] = {}  # attributes by id of the module, with the line
+        self.generators = own_generators(modules.values())
         self.hooks_before = {id(hook) for module in modules.values() for hook in module._forward_hooks.values()}
 
     def record(self) -> Recording:
@@ -177,6 +187,7 @@ class Recorder(Values):
             for begins in (self.lead, begin_block_of(model)):
                 if begins is not None:
                     self.begin(begins)
+            variables = global_values(self.modules[path] for path in self.entered)
             try:
                 with _RecordFunctions(self):
                     result.entered.add("")
@@ -190,6 +201,10 @@ class Recorder(Values):
             result.output = self._placed(output)
             self._check_output(output)
             self._check_state(before)
+            now = global_values(self.modules[path] for path in self.entered)
+            if changed := [name for name, values in variables.items() if not same_objects(values, now[name])]:
+                message = f"{type(model).__name__}.forward changes the global variable {changed[0]}"
+                raise CannotTrace(f"{message}: do it in a module without cuts of its own", definite=True)
             self._check_questions()
         result.storages = {value.number: self._storage(value) for value in self.values}
         return result
@@ -268,6 +283,12 @@ class Recorder(Values):
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An attribute that is no tensor, such as a shape; NotImplemented if it is a tensor that depends on data."""
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if isinstance(args[0], nn.Parameter) and name in ("grad", "requires_grad"):
+            if name == "grad":
+                text = f"{user_line()}: the forward reads the gradient of a parameter, which steps change"
+                raise self._refuse(CannotTrace(f"{text}: do it in a module without cuts of its own", definite=True))
+            self.read.add_flag(args[0])
         with self._running(), self.mode, DisableTorchFunctionSubclass():
             found = func(*self._all_fake(args), **self._all_fake(kwargs))
         if isinstance(found, Tensor):
@@ -279,6 +300,33 @@ class Recorder(Values):
         if getattr(getattr(func, "__self__", None), "__name__", "") != "requires_grad" or type(args[0]) is not Value:
             raise RuntimeError(f"an assignment to an attribute of a tensor is not recorded: {func}")
         return self.function(Tensor.requires_grad_, args, {})
+
+    # ── attributes and global variables ──────────────────────────────────────────────────────────────────────────
+
+    def attribute_read(self, module: nn.Module, name: str) -> None:
+        """Code outside of whole modules reads an attribute of a module, or asks whether there is one."""
+        key = (id(module), name)
+        if name in _NOT_WATCHED or (name[:2] == "__" and name[-2:] == "__") or key in self.first_read:
+            return
+        attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
+        members = (attributes[kind] for kind in ("_modules", "_parameters", "_buffers"))
+        if key[0] in self.paths and key not in self.written and not any(name in kind for kind in members):
+            self.first_read.add(key)
+            self.read.add(module, attributes, name)
+
+    def attribute_set(self, module: nn.Module, name: str, value: Any) -> None:
+        """Code outside of whole modules sets an attribute of a module. One that stays whole would not see it."""
+        path = self.paths.get(id(module))
+        if path is None or (type(value) in PLAIN_TYPES and vars(module).get(name, _MISSING) == value):
+            return
+        self.written.setdefault((id(module), name), user_line())
+        unit = self._unit_of(path)
+        if unit and can_enter(self.modules[unit]) and unit not in self.whole:
+            raise Enter(unit)
+        if unit:
+            text = f"{user_line()}: the forward sets {path}.{name}, and {unit} runs as a whole in a stage"
+            remedy = "set it before the step, or in a module without cuts of its own"
+            raise self._refuse(CannotTrace(f"{text}: {remedy}", definite=True))
 
     def _version(self, tensor: Tensor) -> int:
         return self._fake(tensor)._version
@@ -321,6 +369,7 @@ class Recorder(Values):
         if not (has_tensors or changed or step.asks or step.module or step.target in _EFFECTS):
             return result
         step.args, step.kwargs, step.where = self._placed(args), self._placed(kwargs), user_line()
+        self.read.add_running(sys._getframe(1), Recorder.record.__code__)
         step.changes = frozenset(self._storage(t) for t in changed if type(t) is Value)
         storages = {storage_id(self._fake(t)) for t in changed if t.layout is torch.strided} & self.storage_names.keys()
         changed_names = {self.storage_names[storage] for storage in storages}
@@ -411,7 +460,7 @@ class Recorder(Values):
         return made
 
     def _call(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        enters = path in self.is_entered and path not in self.whole
+        enters = path in self.entered
         if self.starts is not None:
             name = self.starts(path)
             if name is not None:
@@ -474,7 +523,7 @@ class Recorder(Values):
             template, self.inferred_from_data, self.changed_buffers = self.alike[key]
             return self._from_template(template, inputs)
         versions, captured = [tensor._version for tensor in inputs], len(self.captured)
-        generators = ModuleState(())  # a module that stays whole may draw random numbers in any way
+        generators = RandomStates(self.generators)  # a module that stays whole may draw random numbers in any way
         try:
             with self._running(), self.mode, DisableTorchFunction():
                 if isinstance(outline, torch.jit.ScriptModule):
@@ -586,28 +635,35 @@ class Recorder(Values):
                 )
 
     def _check_state(self, before: ModuleState) -> None:
-        """An entered module must not keep anything: its forward does not run again."""
+        """The forward of an entered module does not run again: the next call must not depend on state that it keeps."""
+        for path in {str(step.target) for step in self.result.steps if step.module}:
+            for inner, part in self.modules[path].named_modules(prefix=path):
+                names = [n for n in before.changed(part) if not _harmless(part, n) and _is_counted(vars(part).get(n))]
+                self.result.counts.setdefault(path, []).extend(f"{inner}.{name}" for name in names)
         for path in sorted(self.result.entered):
-            module = self.model.get_submodule(path)
-            names = [name for name in before.changed(module) if name != "_buffers" and not _harmless(module, name)]
+            module = self.modules[path]
+            changed = [name for name in before.changed(module) if name != "_buffers" and not _harmless(module, name)]
             prefix = f"{path}." if path else ""
-            names += [n for n, t in module._buffers.items() if t is not None and self.names.get(id(t)) != prefix + n]
+            names = [n for n, t in module._buffers.items() if t is not None and self.names.get(id(t)) != prefix + n]
+            for name in changed:
+                set_alone = (id(module), name) in self.written and (id(module), name) not in self.first_read
+                (self.result.lost if set_alone else names).append(prefix + name if set_alone else name)
             if not names:
                 continue
             text = (
-                f"{f'{path} ({type(module).__name__})' if path else type(module).__name__} sets {', '.join(names)} "
-                "while it runs, and its forward is recorded because cuts lie inside: it would be lost. Set it in a "
-                "module without cuts of its own, or, if it is a buffer, change it in place"
+                f"{f'{path} ({type(module).__name__})' if path else type(module).__name__} sets "
+                f"{', '.join(dict.fromkeys(names))} while it runs, and its forward is recorded because cuts lie "
+                "inside: it would be lost. Set it in a module without cuts of its own, or, if it is a buffer, change "
+                "it in place"
             )
             error = CannotTrace(text, definite=True)
             raise KeepWhole(path, error) if path else error
-        if before.random_drawn():
+        if before.random.drawn():
             raise CannotTrace(
                 f"{type(self.model).__name__}.forward draws random numbers that a recording would freeze: draw them "
                 "with torch (torch.rand, F.dropout), or in a module without cuts of its own",
                 definite=True,
             )
-
 
     def _check_questions(self) -> None:
         """Answers are found before the micro-batches run: they must not depend on state that a forward changes."""
@@ -628,6 +684,11 @@ def _plain_slice(item: Any) -> Any:
     if type(item) is not slice:
         return item
     return slice(*(index(part) if type(part) is Value else part for part in (item.start, item.stop, item.step)))
+
+
+def _is_counted(value: Any) -> bool:
+    """Whether a changed attribute may be state, such as a counter or a list, and is no cached tensor."""
+    return isinstance(value, (int, float)) or contents(value) is not None
 
 
 def _harmless(module: nn.Module, name: str) -> bool:
@@ -696,6 +757,17 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         with DisableTorchFunction():
             return recorder.function(MethodType(bound, cls), args, kwargs)
 
+    def get_attribute(module: nn.Module, name: str) -> Any:
+        if threading.get_ident() == thread and not recorder.busy:
+            recorder.attribute_read(module, name)
+        return object.__getattribute__(module, name)
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        if threading.get_ident() == thread and not recorder.busy:
+            recorder.attribute_set(module, name, value)
+        original_set(module, name, value)
+
+    original_set: Any = nn.Module.__setattr__
     lazy_call: Any = Lazy.__call__
     set_state = torch.random.set_rng_state
 
@@ -706,6 +778,8 @@ def _patched(recorder: Recorder) -> Iterator[None]:
 
     torch.random.set_rng_state = torch.set_rng_state = refuse_state  # type: ignore[assignment]
     nn.Module.__call__ = Lazy.__call__ = call  # type: ignore[method-assign,assignment]
+    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]
+    nn.Module.__getattribute__ = get_attribute  # type: ignore[method-assign,assignment]
     function.apply = classmethod(applied)
     validates = Distribution._validate_args
     try:
@@ -718,6 +792,8 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         ):
             yield
     finally:
+        del nn.Module.__getattribute__
+        nn.Module.__setattr__ = original_set  # type: ignore[method-assign]
         Distribution.set_default_validate_args(validates)
         nn.Module.__call__, Lazy.__call__ = _original_call, lazy_call  # type: ignore[method-assign]
         torch.random.set_rng_state = torch.set_rng_state = set_state

@@ -135,6 +135,8 @@ class Recording:
     entered: set[str] = field(default_factory=set)  # modules whose forward was recorded, and not the call of it
     marked: set[str] = field(default_factory=set)  # modules in whose forwards marks were met
     answers: list[Any] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # attributes that entered modules set, and no replay does
+    counts: dict[str, list[str]] = field(default_factory=dict)  # by module that stays whole: attributes that it changes
 
     @cached_property
     def questions(self) -> list[Step]:
@@ -341,7 +343,10 @@ def tensor_of(model: nn.Module, name: str) -> Any:
     return owner._parameters.get(last, owner._buffers.get(last))
 
 
-# ── the steps of one stage ─────────────────────────────────────────────────────────────────────────────────────────
+def parent_paths(name: str) -> list[str]:
+    """The paths of the modules that a name leads through, the outermost first."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 # ── grad mode and autocast ─────────────────────────────────────────────────────────────────────────────────────────

@@ -45,6 +45,11 @@ LIBRARY = (
 """Where code that is not the user's is."""
 
 
+def is_users_code(file: str) -> bool:
+    """Whether a file is neither of Python, nor of an installed library, nor of Penstock."""
+    return not file.startswith((*LIBRARY, os.path.dirname(os.__file__))) and "site-packages" not in file
+
+
 def user_line() -> str:
     """``file:line`` of the user's code that is running now."""
     frame: FrameType | None = sys._getframe(1)
@@ -63,7 +68,7 @@ def place_of(error: BaseException) -> str | None:
         name = trace.tb_frame.f_code.co_filename
         if not name.startswith(LIBRARY):
             found = f"{name}:{trace.tb_lineno}"
-            if "site-packages" not in name and not name.startswith(os.path.dirname(os.__file__)):
+            if is_users_code(name):
                 own = found  # rather than a library that it calls
         trace = trace.tb_next
     return own or found

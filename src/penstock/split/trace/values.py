@@ -5,7 +5,7 @@ A value is a tensor with the shape, dtype and device of a fake tensor, and a num
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from penstock.split.trace.recording import (
     compute_known,
     map_tree,
     needed_for,
+    parent_paths,
 )
 from penstock.split.trace.state import place_of, recorder, user_line
 
@@ -168,8 +169,11 @@ class Marking:
 class Values(Marking):
     """Makes the values of a recording, and the fake tensors that they are computed on."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], silent: bool, result: Recording, tensors: Any) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], entered: Collection[str], silent: bool, result: Recording, tensors: Any
+    ) -> None:
         super().__init__(modules[""], silent, result)
+        self.entered = entered
         self.modules, self.model = modules, modules[""]
         self.mode = fake_tensor_mode()
         members = [(path, {**module._buffers, **module._parameters}) for path, module in modules.items()]
@@ -264,7 +268,15 @@ class Values(Marking):
             return self.value_of[id(tensor)]
         if id(tensor) in self.captured:
             raise Enter(self.captured[id(tensor)][0])
+        for path, module in self.modules.items():
+            if any(value is tensor for value in vars(module).values()):
+                raise Enter(self._unit_of(path))
         raise RuntimeError("a tensor that a module has computed is used outside of it, but it did not return it")
+
+    def _unit_of(self, path: str) -> str:
+        """The module that runs whole and has the module at ``path`` in it, or is it; nothing if that is entered."""
+        outer = (unit for unit in (*parent_paths(path), path) if unit not in self.entered)
+        return next((unit for unit in outer if not isinstance(self.modules[unit], (nn.ModuleList, nn.ModuleDict))), "")
 
     @contextmanager
     def _running(self) -> Iterator[None]:

@@ -1,0 +1,241 @@
+"""A forward may depend on Python values besides its arguments: a step follows their changes, or the model is refused.
+
+A recording is a run of Python code whose answers are kept. Each model here reads or writes a value in a way that a
+recording would miss if it looked at the arguments alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock as ps
+from penstock.errors import PlanError
+
+X = torch.linspace(-1, 2, 24).reshape(4, 6)
+SETTINGS = {"scale": 1.0}
+
+
+class Base(nn.Module):
+    """Two linear layers with a function between them, which is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6)
+        self.scale: Any = 1.0
+        self.activation: Callable[[Tensor], Tensor] = F.relu
+        self.config = SimpleNamespace(inner={"scales": [1.0, 2.0]}, name="base")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.between(self.a(x)))
+
+    def between(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def model_with(between: Callable[[Any, Tensor], Tensor]) -> Any:
+    return type("Model", (Base,), {"between": between})()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def assert_step_is_plain(pipe: ps.Pipeline, model: nn.Module) -> None:
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    model.zero_grad()
+    loss = plain(X).square().mean()
+    loss.backward()
+    torch.testing.assert_close(pipe.step(X, X).loss, loss.detach())
+    torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+def square(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.square().mean()
+
+
+def scaled_by_attribute(self: Any, x: Tensor) -> Tensor:
+    return x * self.scale
+
+
+def scaled_by_child(self: Any, x: Tensor) -> Tensor:
+    return x * getattr(self.a, "scale", 1.0)
+
+
+def activated(self: Any, x: Tensor) -> Tensor:
+    return self.activation(x)
+
+
+def scaled_by_config(self: Any, x: Tensor) -> Tensor:
+    return x * self.config.inner["scales"][1]
+
+
+def scaled_by_global(self: Any, x: Tensor) -> Tensor:
+    return x * SETTINGS["scale"]
+
+
+def frozen_first(self: Any, x: Tensor) -> Tensor:
+    return x * (2.0 if self.a.weight.requires_grad else 3.0)
+
+
+def set_scale(model: Any) -> None:
+    model.scale = 3.0
+
+
+def set_scale_of_child(model: Any) -> None:
+    model.a.scale = 3.0
+
+
+def set_activation(model: Any) -> None:
+    model.activation = torch.tanh
+
+
+def set_activation_to_a_closure(model: Any) -> None:
+    model.activation = lambda x: x * 2
+
+
+def set_config(model: Any) -> None:
+    model.config.inner["scales"][1] = 5.0
+
+
+def set_global(model: Any) -> None:
+    SETTINGS["scale"] = 3.0
+
+
+def freeze(model: Any) -> None:
+    model.a.weight.requires_grad_(False)
+
+
+CHANGES: list[tuple[Callable[..., Tensor], Callable[[Any], None]]] = [
+    (scaled_by_attribute, set_scale),
+    (scaled_by_child, set_scale_of_child),
+    (activated, set_activation),
+    (activated, set_activation_to_a_closure),
+    (scaled_by_config, set_config),
+    (scaled_by_global, set_global),
+    (frozen_first, freeze),
+]
+
+
+@pytest.mark.parametrize("sample", [None, X], ids=["without a sample", "with a sample"])
+@pytest.mark.parametrize(("between", "change"), CHANGES, ids=lambda f: f.__name__)
+def test_a_step_sees_values_that_were_changed_after_the_split(
+    between: Callable[..., Tensor], change: Callable[[Any], None], sample: Tensor | None, monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(SETTINGS, "scale", 1.0)
+    model = model_with(between)
+    plan = ps.split(model, stages=2, sample=sample)
+    with ps.Pipeline(plan, loss_fn=square, microbatches=2) as pipe:
+        assert_step_is_plain(pipe, model)
+        change(model)
+        assert_step_is_plain(pipe, model)
+
+
+class Counts(nn.Module):
+    """A layer with Python state of its own, which stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+class CountsTwice(nn.Module):
+    """A module with Python state is called twice, which is one layer, or two where marks say so."""
+
+    def __init__(self, marked: bool = False) -> None:
+        super().__init__()
+        self.mark = ps.cut if marked else nn.Identity()
+        self.counts = Counts()
+        self.b = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.counts(self.mark(self.counts(x))))
+
+
+def own_generator(self: Any, x: Tensor) -> Tensor:
+    return x * self.generator.random()
+
+
+def sets_a_child(self: Any, x: Tensor) -> Tensor:
+    self.b.gain = float(x.shape[0])
+    return x
+
+
+def reads_a_gradient(self: Any, x: Tensor) -> Tensor:
+    return x if self.a.weight.grad is None else x * 2
+
+
+def counts_calls(self: Any, x: Tensor) -> Tensor:
+    self.scale = self.scale + 1
+    return x * self.scale
+
+
+def changes_a_global(self: Any, x: Tensor) -> Tensor:
+    SETTINGS["scale"] += 1
+    return x * SETTINGS["scale"]
+
+
+def with_generator() -> nn.Module:
+    model = model_with(own_generator)
+    model.generator = random.Random(0)
+    return model
+
+
+class Gain(nn.Linear):
+    gain = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+def child_that_is_set() -> nn.Module:
+    model = model_with(sets_a_child)
+    model.b = Gain(6, 6)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a generator of its own": (with_generator, "draws random numbers"),
+    "the gradient of a parameter": (lambda: model_with(reads_a_gradient), "reads the gradient of a parameter"),
+    "a number that it counts": (lambda: model_with(counts_calls), "sets scale while it runs"),
+    "a global that it changes": (lambda: model_with(changes_a_global), "changes the global variable SETTINGS"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_state_that_a_recording_would_freeze_is_refused(case: str) -> None:
+    make, message = REFUSED[case]
+    with pytest.raises(PlanError, match=message):
+        ps.split(make(), stages=2, sample=X)
+
+
+def test_a_child_whose_attribute_is_set_by_its_parent_is_recorded_itself() -> None:
+    model = child_that_is_set()
+    with pytest.warns(UserWarning, match="forward sets b.gain"):
+        plan = ps.split(model, stages=2, sample=X)
+    with ps.Pipeline(plan, loss_fn=square, microbatches=1) as pipe:
+        assert_step_is_plain(pipe, model)
+
+
+def test_calls_of_a_module_with_state_are_in_one_stage() -> None:
+    model = CountsTwice()
+    with ps.Pipeline(ps.split(model, stages=2, sample=X), loss_fn=square, microbatches=1) as pipe:
+        assert_step_is_plain(pipe, model)
+    with pytest.raises(PlanError, match=r"counts changes counts.calls .* stage 0 .* and stage 1"):
+        ps.split(CountsTwice(marked=True), stages=2, sample=X)
