@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from penstock.split import chain_of
 from penstock.split.lazy import Lazy
 from penstock.split.measure import LayerMeasurement, Measurement, measure
 from penstock.split.plan import Edge, Groups, LayerChain
+from penstock.split.sample import ModuleState
 from tests.support.models import assert_same, batch, mlp, snapshot, stateful_model
 
 FLOAT = 4
@@ -327,3 +329,21 @@ def test_what_has_no_values_yet_cannot_be_measured() -> None:
     with pytest.raises(ps.PlanError, match="layer 1 is not built yet"):
         costs(lazy, batch())
     assert isinstance(lazy[1], Lazy)
+
+
+def test_a_snapshot_of_modules_sees_and_undoes_changes_inside_of_containers() -> None:
+    module: Any = nn.Linear(2, 2)
+    module.long, module.empty, module.nested, module.one = list(range(1000)), [], {1: [2, [3]]}, [1]
+    changes: dict[str, Callable[[], Any]] = {
+        "long": lambda: module.long.append(1),
+        "empty": lambda: module.empty.append(1),
+        "nested": lambda: module.nested[1][1].append(1),
+        "one": lambda: module.one.clear(),
+    }
+    for name, change in changes.items():
+        state = ModuleState([module])
+        assert state.changed(module) == []
+        change()
+        assert state.changed(module) == [name]
+        state.restore()
+    assert (len(module.long), module.empty, module.nested, module.one) == (1000, [], {1: [2, [3]]}, [1])

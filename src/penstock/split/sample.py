@@ -9,7 +9,7 @@ import inspect
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType, ModuleType
@@ -181,18 +181,21 @@ def _generator_state(generator: Any) -> Any:
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 _ATOMS = (*PLAIN, Tensor, nn.Module, ModuleType)
+_QUICK_ATOMS = frozenset((type(None), bool, int, float, str, torch.Size))
 _DEPTH, _ITEMS = 4, 256  # of containers within containers, and of values in one of them
 _RECORDS = ("argparse", "types", "collections")  # modules of the standard library whose objects hold settings
 
 
 def contents(value: Any) -> list[Any] | None:
     """The values in a container, an object, a class of the user's or a closure; None if it has none."""
-    if isinstance(value, _ATOMS):
+    if type(value) in _QUICK_ATOMS:
         return None
     if isinstance(value, dict):
         items = [*value, *value.values()]
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         items = list(value)
+    elif isinstance(value, _ATOMS):
+        return None
     elif isinstance(value, FunctionType):
         items = [*(value.__defaults__ or ()), *map(_cell_contents, value.__closure__ or ())]
     elif isinstance(value, functools.partial):
@@ -281,9 +284,9 @@ class _Container(NamedTuple):
 
     def has_changed(self, ignore_first: bool = False) -> bool:
         """With ``ignore_first``, None may have become a plain value: a setting that is chosen at the first call."""
-        now = contents(self.container) or []
-        if len(now) != len(self.items):
-            return True
+        now = contents(self.container)
+        if now is None or len(now) != len(self.items):  # it is empty, or too large to look at each of its values
+            return bool(self.items) or (isinstance(self.container, Sized) and len(self.container) != len(self.copied))
         pairs = zip(now, self.items, strict=True)
         return not all(a is b or (ignore_first and b is None and type(a) in PLAIN) for a, b in pairs)
 
