@@ -68,13 +68,12 @@ class Simulation:
         curves = []
         for order, starts, ends in zip(self.schedule.orders, self.starts, self.ends, strict=True):
             curve, kept = [(0.0, 0.0)], 0.0  # memory changes in the order of the rank's actions
-            recomputed = {(a.stage, a.microbatch) for a in order if a.kind == "R"}
             for (stage, kind, microbatch), start, end in zip(order, starts, ends, strict=True):
                 size, keep, checkpoint = sizes[stage], keeps[stage], checkpoints[stage]
                 if kind == "F":
                     kept += size
                     curve.append((start, kept))
-                    if (stage, microbatch) in recomputed:
+                    if (stage, microbatch) in self.schedule.recomputed:
                         kept -= size * (1 - checkpoint)
                         curve.append((end, kept))
                 elif kind == "R":

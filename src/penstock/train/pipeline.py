@@ -461,7 +461,7 @@ def find_faster_order(
     The same arguments give the same result on every rank.
     """
     orders = tuple(tuple(action for action in order if action.kind != "R") for order in schedule.orders)
-    again = {action.stage for order in schedule.orders for action in order if action.kind == "R"}
+    again = {stage for stage, _ in schedule.recomputed}
     plain, count = replace(schedule, orders=orders), schedule.num_stages
     times = costs.durations(count)
     extra = [times["R"][s] if s in again else 0.0 for s in range(count)]  # recomputes count in the backwards

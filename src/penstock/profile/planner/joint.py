@@ -160,7 +160,6 @@ class JointResult:
     """Cuts with a schedule for them."""
 
     cuts: Cuts
-    recomputed: frozenset[int]
     costs: Costs
     result: SearchResult
     memory: tuple[float, ...]  # peak bytes of each rank
@@ -244,9 +243,8 @@ class _Search:
         old = self.found.get(point)
         if old is None or found.makespan < old.result.makespan * (1 - 1e-12):
             static = rank_static_bytes(self.segments, self.placement, point[0], len(self.ranks))
-            recomputed = frozenset(a.stage for order in found.schedule.orders for a in order if a.kind == "R")
             memory = tuple(map(sum, zip(static, found.peak_memory, strict=True)))
-            self.found[point] = JointResult(point[0], recomputed, stages.costs, found, memory)
+            self.found[point] = JointResult(point[0], stages.costs, found, memory)
 
     def first_order(self, point: Point, seconds: float) -> AdaptedSchedule:
         """One more order for a point."""

@@ -65,7 +65,7 @@ class Candidate:
     @property
     def recomputed(self) -> tuple[int, ...]:
         """The stages with recomputed forwards."""
-        return tuple(sorted({a.stage for order in self.schedule.orders for a in order if a.kind == "R"}))
+        return tuple(sorted({stage for stage, _ in self.schedule.recomputed}))
 
 
 @dataclass(frozen=True)

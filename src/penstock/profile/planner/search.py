@@ -187,7 +187,7 @@ class _Evaluation:
             gradients[rank] += self.segments.total("gradients", i, j)
         reduced = [self.replica_link.all_reduce_seconds(size, configuration.data) for size in gradients]
         end = max(ends[-1] + seconds for ends, seconds in zip(simulation.ends, reduced, strict=True))
-        saved = None if found.recomputed else tuple(simulate(schedule, replace(costs, keep=1.0), edges).peak_memory)
+        saved = None if schedule.recomputed else tuple(simulate(schedule, replace(costs, keep=1.0), edges).peak_memory)
         return Candidate(
             configuration, found.cuts, schedule, end, min(end, found.result.lower_bound), found.memory,
             simulation.bubble, costs, saved,
