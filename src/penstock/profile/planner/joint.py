@@ -31,7 +31,7 @@ from penstock.profile.planner.cuts import (
     stage_costs,
 )
 from penstock.schedule.costs import Costs
-from penstock.schedule.schedule import Edge, Schedule
+from penstock.schedule.schedule import Schedule
 from penstock.schedule.search import SearchResult, auto
 from penstock.schedule.search.lower_bound import lower_bound
 from penstock.schedule.search.orders import encode, simulate_orders, with_recomputes, without_weight_grads
@@ -62,10 +62,6 @@ class StageProblem:
     placement: tuple[int, ...]
     m: int
     memory: tuple[float, ...]
-
-    @property
-    def edges(self) -> tuple[Edge, ...] | None:
-        return tuple(self.costs.bytes) if isinstance(self.costs.bytes, dict) else None
 
     @property
     def cap(self) -> tuple[float, ...] | None:
@@ -104,8 +100,8 @@ def find_order(stages: StageProblem, seconds: float, seed: int = 0) -> SearchRes
     actions = 3 * len(stages.placement) * stages.m
     try:
         return auto(
-            stages.costs, stages.placement, stages.m, cap=stages.cap, edges=stages.edges, seconds=seconds, seed=seed,
-            recompute=stages.recomputed, repeatable=actions <= DETERMINISTIC_ACTIONS,
+            stages.costs, stages.placement, stages.m, cap=stages.cap, edges=stages.costs.edges, seconds=seconds,
+            seed=seed, recompute=stages.recomputed, repeatable=actions <= DETERMINISTIC_ACTIONS,
         )  # fmt: skip
     except ScheduleError:  # no order within the cap
         return None
@@ -131,7 +127,8 @@ class AdaptedSchedule:
 
         Raises a ``ScheduleError`` if no order of the stages fits the memory.
         """
-        problem, _ = make_problem(stages.costs, stages.placement, stages.m, stages.cap, stages.edges, stages.recomputed)
+        costs = stages.costs
+        problem, _ = make_problem(costs, stages.placement, stages.m, stages.cap, costs.edges, stages.recomputed)
         problem = replace(problem, recompute_optional=optional)
         fused = problem.fusing_pays
         orders = encode(orders, fused) if isinstance(orders, Schedule) else with_recomputes(problem, orders)
@@ -282,11 +279,11 @@ class _Search:
 
     def add_adapted(self, adapted: AdaptedSchedule) -> None:
         if adapted.seconds < inf:
-            problem, stages = adapted.problem, adapted.stages
-            simulation = simulate_orders(problem, adapted.orders, stages.costs, stages.edges or ())
+            problem, costs = adapted.problem, adapted.stages.costs
+            simulation = simulate_orders(problem, adapted.orders, costs, costs.edges or ())
             makespan, bound = simulation.makespan, min(simulation.makespan, lower_bound(problem))
             found = SearchResult(simulation.schedule, makespan, bound, simulation.peak_memory, problem.cap)
-            self.add(adapted.point, stages, found)
+            self.add(adapted.point, adapted.stages, found)
 
     def _initial_points(self) -> Iterator[Point]:
         """Cuts to start from, for many micro-batches in flight and for few, and the stages to recompute for each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -127,9 +127,7 @@ class PlanResult:
 
     def simulation(self) -> Simulation:
         """The predicted step, without the all-reduce of gradients over replicas at its end."""
-        costs = self.best.costs
-        edges = tuple(costs.bytes) if isinstance(costs.bytes, Mapping) else None
-        return simulate(self.schedule, costs, edges)
+        return simulate(self.schedule, self.best.costs, self.best.costs.edges)
 
     def pipeline(self, loss_fn: Callable[..., Any] | None = None, **options: Any) -> Pipeline:
         """The pipeline of this plan, with further ``options`` of ``ps.Pipeline`` such as ``mesh``."""
