@@ -161,10 +161,3 @@ class Prediction:
     memory: tuple[float, ...] | None = None  # in total: parameters, gradients, optimizer states, activations
     saved: tuple[float, ...] | None = None  # activations saved for the backward
     samples: int | None = None  # samples per micro-batch for which it holds; None: any
-
-    @classmethod
-    def simulated(cls, by: str, schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> Prediction:
-        """The simulated time of ``schedule``; and its peaks, if ``costs.activation`` is given, in bytes."""
-        simulation = simulate(schedule, costs, edges)
-        in_bytes = costs.activation != Costs.activation and any(simulation.peak_memory)
-        return cls(simulation.makespan, by, saved=simulation.peak_memory if in_bytes else None)

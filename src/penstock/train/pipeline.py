@@ -481,6 +481,8 @@ def find_faster_order(
 
 
 def predict_from_costs(by: str, costs: Costs, executor: Executor) -> Prediction:
-    """The simulated step of the executor's order with these costs."""
+    """The simulated step of the executor's order; and its peaks, if ``costs.activation`` is given, in bytes."""
     source = executor.source
-    return Prediction.simulated(by, source.training(source.microbatches), costs, executor.edges)
+    simulation = simulate(source.training(source.microbatches), costs, executor.edges)
+    in_bytes = costs.activation != Costs.activation and any(simulation.peak_memory)
+    return Prediction(simulation.makespan, by, saved=simulation.peak_memory if in_bytes else None)
