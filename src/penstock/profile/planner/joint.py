@@ -71,8 +71,8 @@ class StageProblem:
 
     @property
     def cap(self) -> tuple[float, ...] | None:
-        """Activation memory of each rank; None without a limit."""
-        return None if max(self.memory) == inf else self.memory
+        """Activation memory of each rank; None if no rank has a limit."""
+        return None if min(self.memory) == inf else self.memory
 
     @property
     def seconds_per_move(self) -> float:
