@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock import _registry
 from penstock.errors import PenstockError, PlanError
-from penstock.format import format_size, format_table, format_time
+from penstock.format import count_noun, format_size, format_table, format_time
 from penstock.profile.planner.cuts import Cuts
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Schedule
@@ -42,8 +42,8 @@ class Configuration:
     def __str__(self) -> str:
         stages = {"straight": "", "loop": f" × {self.v} looped", "v": " × 2 on a V"}[self.shape]
         replicas = f"{self.data} × " if self.data > 1 else ""
-        text = f"{replicas}{self.pipe} rank{'s' * (self.pipe > 1)}{stages}"
-        text += f", {self.microbatches} micro-batch{'es' * (self.microbatches > 1)} of {self.samples}"
+        text = f"{replicas}{count_noun(self.pipe, 'rank')}{stages}"
+        text += f", {count_noun(self.microbatches, 'micro-batch')} of {self.samples}"
         text += f", {self.tensor} devices each" if self.tensor > 1 else ""
         return text + (", recomputed" if self.recompute else "")
 
