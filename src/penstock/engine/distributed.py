@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.channel.base import ChannelError, WaitTimer, uses_nccl
+from penstock.engine.channel.base import ChannelError, uses_nccl
 from penstock.engine.channel.control import NORM, NUMBER, STATE, STEP, TRACE, ControlChannel
 from penstock.engine.connections import Connections, MeshCoordinates, ProgramCache
 from penstock.engine.executor import Executor, GradStash, PipelineCall, apply_call, with_training_modes
@@ -70,13 +70,13 @@ class DistributedExecutor(Executor):
         self.device = mesh.device
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.pending: _PendingBackward | None = None  # a mini-batch whose backward is still to come
-        self.wait_timer = WaitTimer()
         self.rendezvous, self.watch, self.status = rendezvous, rendezvous.watch, rendezvous.watch.status
+        self.wait_timer = self.watch.wait_timer
         self.status.stage_ranks = [self.ranks[rank] for rank in self.placement]
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive an executor that was not closed
         rendezvous.compare(config)
         self.watch.set_limits(*limits)
-        self.connections = Connections(mesh, self.watch, self.wait_timer)
+        self.connections = Connections(mesh, self.watch)
         host = torch.device("cpu")
         control = self.connections.group("control", range(len(self.ranks)), host)
         self.control = ControlChannel(control, self.ranks, self.status, self.wait_timer)
