@@ -15,11 +15,13 @@ Training scripts do not need them. Like the names of ``penstock`` itself they ar
 - ``is_checkpointing``: whether the current forward will be recomputed;
 - ``defer_weight_grad``: called by an ``autograd.Function`` to leave its weight gradient to ``W``;
 - ``verify_skippables``, ``SkipError``, ``SkipUseError``: checks of ``@skippable`` layers, and their errors;
-- ``is_offloaded``: whether an optimizer keeps its state in host memory.
+- ``is_offloaded``: whether an optimizer keeps its state in host memory;
+- ``with_training_modes``: a context in which modules have other ``training`` flags.
 """
 
 from __future__ import annotations
 
+from penstock.engine.executor import with_training_modes
 from penstock.engine.forward_context import is_checkpointing
 from penstock.engine.loss import find_loss
 from penstock.engine.message import flatten as tree_flatten
@@ -44,5 +46,5 @@ __all__ = [
     "begin_block_of", "build_plan", "chain_of", "clip_grad_norm", "cut_points", "defer_weight_grad",
     "find_loss", "grad_norm", "is_checkpointing", "is_offloaded", "marked_chain", "mentions_marks", "parse_bytes",
     "partition", "recorder", "remove_begin_block", "tree_flatten", "tree_unflatten",
-    "verify_skippables",
+    "verify_skippables", "with_training_modes",
 ]  # fmt: skip

@@ -352,9 +352,6 @@ class Varuna(nn.Module):
         """Load this rank's part of the state of the whole model, or of this stage."""
         self.pipeline.load_state_dict(state_dict, strict)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.pipeline.zero_grad(set_to_none)
-
     def train(self, mode: bool = True) -> Varuna:
         super().train(mode)
         self.pipeline.train(mode)
