@@ -2,7 +2,7 @@
 
 Training scripts do not need them. Like the names of ``penstock`` itself they are public and documented.
 
-- ``tree_flatten``, ``tree_unflatten``: nested tuples, lists and dicts of tensors;
+- ``tree_flatten``, ``tree_unflatten``, ``map_tensors``: nested tuples, lists and dicts of tensors;
 - ``LayerChain``, ``chain_of``, ``marked_chain``, ``WholeModelChain``, ``build_plan``: from a model to its layers, and
   from groups of layers to a ``Plan``;
 - ``partition``: balanced groups of consecutive costs;  ``parse_bytes``: a size such as ``"16GiB"``;
@@ -25,6 +25,7 @@ from penstock.engine.executor import with_training_modes
 from penstock.engine.forward_context import is_checkpointing
 from penstock.engine.loss import find_loss
 from penstock.engine.message import flatten as tree_flatten
+from penstock.engine.message import map_tensors
 from penstock.engine.message import unflatten as tree_unflatten
 from penstock.engine.recompute.batchnorm import DeferredStatistics
 from penstock.engine.weightgrad import defer_weight_grad
@@ -44,7 +45,7 @@ from penstock.train.state import clip_grad_norm, grad_norm
 __all__ = [
     "Arguments", "DeferredStatistics", "LayerChain", "Prefetcher", "SkipError", "SkipUseError", "WholeModelChain",
     "begin_block_of", "build_plan", "chain_of", "clip_grad_norm", "cut_points", "defer_weight_grad",
-    "find_loss", "grad_norm", "is_checkpointing", "is_offloaded", "marked_chain", "mentions_marks", "parse_bytes",
-    "partition", "recorder", "remove_begin_block", "tree_flatten", "tree_unflatten",
+    "find_loss", "grad_norm", "is_checkpointing", "is_offloaded", "map_tensors", "marked_chain", "mentions_marks",
+    "parse_bytes", "partition", "recorder", "remove_begin_block", "tree_flatten", "tree_unflatten",
     "verify_skippables", "with_training_modes",
 ]  # fmt: skip

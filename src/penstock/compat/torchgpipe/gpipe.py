@@ -105,7 +105,7 @@ class GPipe(nn.Module):
         config = (self.chunks, recompute)
         if config not in self._pipelines:
             # The partitions are layers of this Sequential, so that hooks on them run.
-            whole = nn.Sequential(OrderedDict((str(j), part) for j, part in enumerate(self.partitions)))
+            whole = nn.Sequential(*self.partitions)
             deferred = any(isinstance(part, DeferredBatchNorm) for part in self.partitions.modules())
             self._pipelines[config] = ps.Pipeline(
                 ps.split(whole, balance=[1] * len(self.partitions)),

@@ -353,9 +353,8 @@ class Varuna(nn.Module):
         self.pipeline.load_state_dict(state_dict, strict)
 
     def train(self, mode: bool = True) -> Varuna:
-        super().train(mode)
         self.pipeline.train(mode)
-        return self
+        return super().train(mode)
 
 
 def _arguments(inputs: Any) -> dict[str, Any]:
