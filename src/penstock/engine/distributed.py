@@ -21,7 +21,7 @@ from penstock.engine.failure.status import LOSS, NEXT_BATCH, REDUCE_GRADS
 from penstock.engine.failure.watch import PipelineStopped, Rendezvous
 from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import Outputs, StepOutcome, check_joinable
-from penstock.engine.message import BorrowedInputs, Grads, Message, backward_inputs, flatten, input_edges, unflatten
+from penstock.engine.message import BorrowedInputs, Grads, Message, backward_inputs, input_edges, map_tensors
 from penstock.engine.microbatch import split_inputs, split_targets
 from penstock.engine.recompute.batchnorm import RunningStatistics, commit_statistics
 from penstock.engine.recorder import AlignedClock, StepRecorder, measure_clock_offset
@@ -277,9 +277,7 @@ class DistributedExecutor(Executor):
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 
     def broadcast(self, value: Any) -> Any:
-        there = self._gather(value, STEP)[self.last_rank]
-        leaves, spec = flatten(there)
-        return unflatten([leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        return map_tensors(self._gather(value, STEP)[self.last_rank], lambda tensor: tensor.to(self.device))
 
     def reduce(self, value: Tensor, largest: bool) -> Tensor:
         pairs = self._gather((float(value), value.dtype == torch.float64), NORM)

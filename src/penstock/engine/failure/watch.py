@@ -404,6 +404,7 @@ class Rendezvous:
                     f"the ranks were given different pipelines: {name} is {first} on rank {self.ranks[0]}, but "
                     + ", ".join(f"{value} on rank {rank}" for rank, value in differ.items())
                     + ". Give every rank the same"
+                    + (MEASURED_PLAN if name == "plan" else "")
                 )
 
     def publish(self, value: Mapping[str, Any]) -> list[str]:
@@ -439,6 +440,12 @@ class Rendezvous:
         return [json.loads(self.store.get(key)) for key in keys]
 
 
+MEASURED_PLAN = (
+    ". With sample=, each rank measures layers by itself, and may cut elsewhere: say balance='parameters', the counts "
+    "balance=[…], or load a plan that one rank has saved, ps.Plan.load(path, model)"
+)
+
+
 def pipeline_config(plan: Plan, source: ScheduleProvider, options: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration that must be equal on all ranks: also versions, because messages are pickled."""
     schedule = source.training(source.microbatches)
@@ -449,7 +456,7 @@ def pipeline_config(plan: Plan, source: ScheduleProvider, options: Mapping[str, 
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "micro-batches": source.microbatches,
         "model": plan.require_chain().signature,
-        "plan": f"{plan.num_stages} stages ({digest(str(structure))})",
+        "plan": f"{plan.num_stages} stages of {[*map(len, plan.groups)]} layers ({digest(str(structure))})",
         "schedule": f"{schedule.name} ({digest(str(schedule))})",
         **{name: repr(value) for name, value in options.items()},
     }
