@@ -245,6 +245,12 @@ except ImportError:
 NormBase = _NormBase
 
 
+def has_global_module_hooks() -> bool:
+    """Whether hooks are registered that run for every module."""
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    return any(getattr(nn.modules.module, f"_global_{kind}_hooks", None) for kind in kinds)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile runs this module: its backward is compiled, too."""
     dynamo = sys.modules.get("torch._dynamo")  # imported only by a program that compiles

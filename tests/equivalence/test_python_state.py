@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import dataclass
+from types import MethodType, SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,11 @@ X = torch.linspace(-1, 2, 24).reshape(4, 6)
 SETTINGS = {"scale": 1.0}
 
 
+@dataclass(slots=True)
+class Slots:
+    scale: float
+
+
 class Base(nn.Module):
     """Two linear layers with a function between them, which is recorded."""
 
@@ -34,10 +41,16 @@ class Base(nn.Module):
         self.b = nn.Linear(6, 6)
         self.scale: Any = 1.0
         self.activation: Callable[[Tensor], Tensor] = F.relu
-        self.config = SimpleNamespace(inner={"scales": [1.0, 2.0]}, name="base")
+        self.config = SimpleNamespace(inner={"scales": [1.0, 2.0]}, name="base", long=[1.0] * 300)
+        self.config.array, self.config.slots = numpy.ones(2), Slots(1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.between(self.a(x)))
+
+    gain = 1.0
+
+    def factor(self) -> float:
+        return SETTINGS["scale"]
 
     def between(self, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -85,6 +98,38 @@ def scaled_by_global(self: Any, x: Tensor) -> Tensor:
     return x * SETTINGS["scale"]
 
 
+def helper() -> float:
+    return SETTINGS["scale"]
+
+
+def scaled_by_helper(self: Any, x: Tensor) -> Tensor:
+    return x * helper()
+
+
+def scaled_by_method(self: Any, x: Tensor) -> Tensor:
+    return x * self.factor()
+
+
+def scaled_by_class(self: Any, x: Tensor) -> Tensor:
+    return x * type(self).gain
+
+
+def scaled_by_long_list(self: Any, x: Tensor) -> Tensor:
+    return x * self.config.long[-1]
+
+
+def scaled_by_array(self: Any, x: Tensor) -> Tensor:
+    return x * float(self.config.array[0])
+
+
+def scaled_by_slots(self: Any, x: Tensor) -> Tensor:
+    return x * self.config.slots.scale
+
+
+def scaled_if_trained(self: Any, x: Tensor) -> Tensor:
+    return x * (2.0 if x.requires_grad else 3.0)
+
+
 def frozen_first(self: Any, x: Tensor) -> Tensor:
     return x * (2.0 if self.a.weight.requires_grad else 3.0)
 
@@ -117,6 +162,30 @@ def freeze(model: Any) -> None:
     model.a.weight.requires_grad_(False)
 
 
+def freeze_all_of_a(model: Any) -> None:
+    model.a.requires_grad_(False)
+
+
+def set_class_attribute(model: Any) -> None:
+    type(model).gain = 3.0
+
+
+def set_end_of_list(model: Any) -> None:
+    model.config.long[-1] = 3.0
+
+
+def set_array(model: Any) -> None:
+    model.config.array[0] = 3.0
+
+
+def set_slots(model: Any) -> None:
+    model.config.slots.scale = 3.0
+
+
+def replace_forward(model: Any) -> None:
+    model.forward = MethodType(lambda self, x: self.b(self.a(x) * 3.0), model)
+
+
 CHANGES: list[tuple[Callable[..., Tensor], Callable[[Any], None]]] = [
     (scaled_by_attribute, set_scale),
     (scaled_by_child, set_scale_of_child),
@@ -125,6 +194,14 @@ CHANGES: list[tuple[Callable[..., Tensor], Callable[[Any], None]]] = [
     (scaled_by_config, set_config),
     (scaled_by_global, set_global),
     (frozen_first, freeze),
+    (scaled_if_trained, freeze_all_of_a),
+    (scaled_by_helper, set_global),
+    (scaled_by_method, set_global),
+    (scaled_by_class, set_class_attribute),
+    (scaled_by_long_list, set_end_of_list),
+    (scaled_by_array, set_array),
+    (scaled_by_slots, set_slots),
+    (scaled_by_attribute, replace_forward),
 ]
 
 
@@ -181,6 +258,29 @@ def reads_a_gradient(self: Any, x: Tensor) -> Tensor:
     return x if self.a.weight.grad is None else x * 2
 
 
+def flips(self: Any, x: Tensor) -> Tensor:
+    self.flag = not getattr(self, "flag", False)
+    return x if self.flag else -x
+
+
+def hooks_saved_tensors(self: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+        return x * x
+
+
+def hooks_a_gradient(self: Any, x: Tensor) -> Tensor:
+    mask = x > 0
+    x.register_hook(lambda grad: grad * mask)
+    return x
+
+
+def catches_errors(self: Any, x: Tensor) -> Tensor:
+    try:
+        return x if x.sum() > 0 else -x
+    except Exception:
+        return x * 2
+
+
 def counts_calls(self: Any, x: Tensor) -> Tensor:
     self.scale = self.scale + 1
     return x * self.scale
@@ -213,8 +313,12 @@ def child_that_is_set() -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a generator of its own": (with_generator, "draws random numbers"),
     "the gradient of a parameter": (lambda: model_with(reads_a_gradient), "reads the gradient of a parameter"),
+    "a flag that it flips": (lambda: model_with(flips), "sets flag while it runs"),
+    "hooks of saved tensors": (lambda: model_with(hooks_saved_tensors), "hooks of saved tensors are not recorded"),
+    "a hook with a tensor": (lambda: model_with(hooks_a_gradient), "a hook uses a tensor of the forward"),
+    "an error that it catches": (lambda: model_with(catches_errors), "its path depends on data"),
     "a number that it counts": (lambda: model_with(counts_calls), "sets scale while it runs"),
-    "a global that it changes": (lambda: model_with(changes_a_global), "changes the global variable SETTINGS"),
+    "a global that it changes": (lambda: model_with(changes_a_global), "changes the variable SETTINGS"),
 }
 
 
@@ -239,3 +343,70 @@ def test_calls_of_a_module_with_state_are_in_one_stage() -> None:
         assert_step_is_plain(pipe, model)
     with pytest.raises(PlanError, match=r"counts changes counts.calls .* stage 0 .* and stage 1"):
         ps.split(CountsTwice(marked=True), stages=2, sample=X)
+
+
+class OwnTensors(nn.Module):
+    """Parameters and buffers of a module whose forward is recorded, and a list of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(6))
+        self.register_buffer("shift", torch.zeros(6))
+        self.register_buffer("later", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.scale + self.shift
+        return x if self.later is None else x * self.later
+
+
+def new_parameter(model: Any) -> None:
+    model.scale = nn.Parameter(torch.full((6,), 2.0))
+
+
+def new_buffer(model: Any) -> None:
+    model.shift = torch.ones(6)
+
+
+def new_buffer_for_none(model: Any) -> None:
+    model.later = torch.ones(6)
+
+
+def assigned_state(model: Any) -> None:
+    state = {name: tensor.clone() * 2 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def new_layer(model: Any) -> None:
+    model.layers[1] = nn.Linear(6, 6)
+
+
+def more_layers(model: Any) -> None:
+    model.layers.append(nn.Linear(6, 6))
+
+
+def test_tensors_and_modules_that_are_replaced_after_the_split_are_refused() -> None:
+    for change in (new_parameter, new_buffer, new_buffer_for_none, assigned_state, new_layer, more_layers):
+        model = OwnTensors()
+        with ps.Pipeline(ps.split(model, stages=2), loss_fn=square, microbatches=2) as pipe:
+            assert_step_is_plain(pipe, model)
+            with torch.no_grad():  # changes in place are seen
+                model.scale.mul_(2)
+                model.shift.add_(1)
+            assert_step_is_plain(pipe, model)
+            change(model)
+            with pytest.raises(PlanError, match=r"replaced after the split|in another stage"):
+                pipe.step(X, X)
+
+
+def test_hooks_for_all_modules_are_refused() -> None:
+    model = OwnTensors()
+    with ps.Pipeline(ps.split(model, stages=2), loss_fn=square, microbatches=2) as pipe:
+        pipe.step(X, X)
+        handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: output)
+        try:
+            with pytest.raises(PlanError, match="OwnTensors, like all modules, has hooks"):
+                pipe.step(X, X)
+        finally:
+            handle.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -48,10 +49,7 @@ class FallsBack(nn.Module):
         return self.second(x)
 
 
-SCALE = {"value": 1.0}
-
-
-class ReadsAGlobal(nn.Module):
+class ReadsTheEnvironment(nn.Module):
     """Its forward depends on a value that is no part of the model, which a recording keeps as it was."""
 
     def __init__(self) -> None:
@@ -59,7 +57,7 @@ class ReadsAGlobal(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x) * SCALE["value"])
+        return self.second(self.first(x) * float(os.environ.get("SCALE", "1")))
 
 
 class Plain(nn.Module):
@@ -76,9 +74,9 @@ class Plain(nn.Module):
 
 
 def test_a_wrong_recording_is_an_error_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x, y = ReadsAGlobal(), torch.randn(4, 4), torch.randn(4, 4)
+    model, x, y = ReadsTheEnvironment(), torch.randn(4, 4), torch.randn(4, 4)
     plan = ps.split(model, stages=2, sample=x[:2])
-    monkeypatch.setitem(SCALE, "value", 2.0)
+    monkeypatch.setenv("SCALE", "2")
     with ps.Pipeline(plan, nn.MSELoss(), microbatches=2) as pipe:
         with pytest.raises(ps.PlanError, match=r"do not compute what the whole model computes.*verify=False"):
             pipe.step(x, y)
@@ -87,8 +85,8 @@ def test_a_wrong_recording_is_an_error_before_the_first_step(monkeypatch: pytest
 
 def test_verify_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.randn(4, 4), torch.randn(4, 4)
-    plan = ps.split(ReadsAGlobal(), stages=2, sample=x[:2], verify=False)
-    monkeypatch.setitem(SCALE, "value", 2.0)
+    plan = ps.split(ReadsTheEnvironment(), stages=2, sample=x[:2], verify=False)
+    monkeypatch.setenv("SCALE", "2")
     with ps.Pipeline(plan, nn.MSELoss(), microbatches=2) as pipe:
         assert pipe.step(x, y).loss > 0
 

@@ -110,16 +110,31 @@ def compare_outputs(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> str | None:
-    """Run the model whole and in stages without a graph: the first difference of their outputs, or None.
+    """Run the model whole and in stages: the first difference of their outputs, or None.
 
-    Both start from the same state and leave it unchanged. None also if one of them fails: the pipeline will tell.
+    Both start from the same state and leave it unchanged. They build a graph only if they differ without one, since a
+    forward may ask whether there is one. None also if one of them fails: the pipeline will tell.
     """
+    with torch.no_grad():
+        difference = _compare_outputs(model, whole, staged, args, kwargs)
+    if difference is None or not torch.is_grad_enabled():
+        return difference
+    return _compare_outputs(model, whole, staged, args, kwargs)
+
+
+def _compare_outputs(
+    model: nn.Module,
+    whole: Callable[..., Any],
+    staged: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> str | None:
     found: list[dict[str, Any]] = []
     parameters = list(model.parameters())  # a forward may change them, such as an average of the embeddings it has seen
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     accelerators = {device for device in devices if device.type != "cpu"}
-    with torch.no_grad(), preserve_state(model, accelerators) as reset:
+    with preserve_state(model, accelerators) as reset:
         for call in (whole, staged):
             given = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, (args, dict(kwargs)))
             with temporary_copies([*model.buffers(), *(parameters if size <= MAX_COPIED else ())]):

@@ -9,10 +9,10 @@ import inspect
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +122,7 @@ def plain_error(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]
     if len(devices) > 1 or torch.device("meta") in devices:
         return None
     accelerators = {device for device in devices if device.type != "cpu"}
-    with torch.no_grad(), preserve_state(model, accelerators), temporary_copies(model.buffers()):
+    with preserve_state(model, accelerators), temporary_copies(model.buffers()):
         try:
             model(*args, **kwargs)
         except Exception as error:
@@ -130,12 +130,16 @@ def plain_error(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]
     return None
 
 
-def own_generators(modules: Iterable[nn.Module]) -> list[Any]:
-    """The random generators of Python and NumPy that modules have as attributes."""
+def own_generators(values: Iterable[Any]) -> list[Any]:
+    """The random generators among values and in the containers and objects within them."""
     numpy: Any = sys.modules.get("numpy.random")
-    kinds = (random.Random,) if numpy is None else (random.Random, numpy.Generator, numpy.RandomState)
-    values = {id(value): value for module in modules for value in vars(module).values()}.values()
-    return [value for value in values if isinstance(value, kinds)]
+    kinds: tuple[type, ...] = (random.Random, torch.Generator)
+    kinds += () if numpy is None else (numpy.Generator, numpy.RandomState)
+    seen, found = set[int](), dict[int, Any]()
+    for value in values:
+        inside = [item for _, items in containers_in(value, seen) for item in items]
+        found |= {id(one): one for one in (value, *inside) if isinstance(one, kinds)}
+    return list(found.values())
 
 
 class RandomStates:
@@ -169,7 +173,7 @@ class RandomStates:
                 generator.setstate(state)
             elif hasattr(generator, "bit_generator"):
                 generator.bit_generator.state = state
-            else:
+            else:  # of torch, or of NumPy's older kind
                 generator.set_state(state)
 
 
@@ -182,7 +186,7 @@ def _generator_state(generator: Any) -> Any:
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 _ATOMS = (*PLAIN, Tensor, nn.Module, ModuleType)
 _QUICK_ATOMS = frozenset((type(None), bool, int, float, str, torch.Size))
-_DEPTH, _ITEMS = 4, 256  # of containers within containers, and of values in one of them
+_DEPTH, _ITEMS = 6, 4096  # of containers within containers, and of values in one of them
 _RECORDS = ("argparse", "types", "collections")  # modules of the standard library whose objects hold settings
 
 
@@ -197,7 +201,11 @@ def contents(value: Any) -> list[Any] | None:
     elif isinstance(value, _ATOMS):
         return None
     elif isinstance(value, FunctionType):
-        items = [*(value.__defaults__ or ()), *map(_cell_contents, value.__closure__ or ())]
+        items = [*(value.__defaults__ or ()), *map(cell_contents, value.__closure__ or ())]
+    elif isinstance(value, MethodType):
+        items = [value.__func__, value.__self__]
+    elif hasattr(value, "__array__") and hasattr(value, "tolist") and not isinstance(value, type):  # NumPy
+        items = value.ravel().tolist()
     elif isinstance(value, functools.partial):
         items = [value.func, *value.args, *value.keywords.values()]
     else:
@@ -205,15 +213,21 @@ def contents(value: Any) -> list[Any] | None:
         package = kind.__module__.partition(".")[0]
         if (package in sys.stdlib_module_names or package == "torch") and package not in (*_RECORDS, "__main__"):
             return None
-        items = [item for name, item in getattr(value, "__dict__", {}).items() if name[:2] != "__"]
+        slots = [getattr(value, name, None) for one in kind.__mro__ for name in vars(one).get("__slots__", ())]
+        items = [item for name, item in getattr(value, "__dict__", {}).items() if name[:2] != "__"] + slots
     return items if 0 < len(items) <= _ITEMS else None
 
 
-def _cell_contents(cell: Any) -> Any:
+def cell_contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # it is not assigned yet
         return None
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Whether two values are one object, or equal numbers or texts: those of an array are new objects every time."""
+    return value is other or (type(value) is type(other) and type(value) in _QUICK_ATOMS and bool(value == other))
 
 
 def containers_in(
@@ -233,16 +247,24 @@ def containers_in(
         level = below
 
 
+_MUTABLE = (dict, set, list, deque)
+
+
+def _has_attributes(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, _ATOMS)
+
+
+def _copy_contents(container: Any) -> Any:
+    if isinstance(container, _MUTABLE):
+        return copy.copy(container)
+    return dict(vars(container)) if _has_attributes(container) else None
+
+
 def _set_contents(container: Any, before: Any) -> None:
-    """Give a container or object the contents of a copy of it."""
-    if isinstance(container, (dict, set)):
-        container.clear()
-        container.update(before)
-    elif isinstance(container, (list, deque)):
-        container.clear()
-        container.extend(before)
-    elif hasattr(container, "__dict__") and not callable(container):
-        _set_contents(vars(container), vars(before))
+    """Give a container or object the contents that it had."""
+    target = container if isinstance(container, _MUTABLE) else vars(container)
+    target.clear()
+    (target.extend if isinstance(target, (list, deque)) else target.update)(before)
 
 
 class ModuleState:
@@ -254,16 +276,19 @@ class ModuleState:
         for _, attributes, inside in self.modules.values():
             for name, value in attributes.items():
                 inner = containers_in(value, seen, closures=False)  # functions may keep a log, which stays
-                found = [_Container(one, copy.copy(one), items) for one, items in inner]
-                if found or isinstance(value, (dict, list, set)):
-                    inside[name] = found or [_Container(value, copy.copy(value), [])]
-        self.random = RandomStates(own_generators(module for module, *_ in self.modules.values()))
+                found = [_Container(one, _copy_contents(one), items) for one, items in inner]
+                if not found and contents(value) is None and (isinstance(value, _MUTABLE) or _has_attributes(value)):
+                    found = [_Container(value, _copy_contents(value), [])]  # it is empty
+                if found:
+                    inside[name] = found
+        attributes_of_all = (value for _, attributes, _ in self.modules.values() for value in attributes.values())
+        self.random = RandomStates(own_generators(attributes_of_all))
 
-    def changed(self, module: nn.Module) -> list[str]:
+    def changed(self, module: nn.Module, ignore_first: bool = False) -> list[str]:
         """The attributes of one of the modules that have changed since."""
         now, (_, attributes, inside) = vars(module), self.modules[id(module)]
         names = [name for name in {**attributes, **now} if now.get(name, now) is not attributes.get(name, now)]
-        names += [name for name, found in inside.items() if any(one.has_changed(ignore_first=True) for one in found)]
+        names += [name for name, found in inside.items() if any(one.has_changed(ignore_first) for one in found)]
         return list(dict.fromkeys(names))
 
     def restore(self) -> None:
@@ -272,8 +297,9 @@ class ModuleState:
             if now.keys() != attributes.keys() or any(now[name] is not value for name, value in attributes.items()):
                 now.clear()
                 now.update(attributes)
-            for one in (one for found in inside.values() for one in found if one.has_changed()):
-                _set_contents(one.container, one.copied)
+            for one in (one for found in inside.values() for one in found if one.copied is not None):
+                if one.has_changed():
+                    _set_contents(one.container, one.copied)
         self.random.restore()
 
 
@@ -285,10 +311,13 @@ class _Container(NamedTuple):
     def has_changed(self, ignore_first: bool = False) -> bool:
         """With ``ignore_first``, None may have become a plain value: a setting that is chosen at the first call."""
         now = contents(self.container)
-        if now is None or len(now) != len(self.items):  # it is empty, or too large to look at each of its values
-            return bool(self.items) or (isinstance(self.container, Sized) and len(self.container) != len(self.copied))
+        if now is None:  # it is empty, or too large to look at each of its values
+            is_sized = isinstance(self.container, _MUTABLE)
+            return bool(self.items) or (is_sized and len(self.container) != len(self.copied))
+        if len(now) != len(self.items):
+            return True
         pairs = zip(now, self.items, strict=True)
-        return not all(a is b or (ignore_first and b is None and type(a) in PLAIN) for a, b in pairs)
+        return not all(is_same(a, b) or (ignore_first and b is None and type(a) in PLAIN) for a, b in pairs)
 
 
 @contextmanager

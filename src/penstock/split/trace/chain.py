@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock._torch import NormBase
+from penstock._torch import NormBase, has_global_module_hooks
 from penstock.errors import PlanError
 from penstock.split.lazy import build, members
 from penstock.split.marks import Block
@@ -106,8 +106,8 @@ class TraceChain(LayerChain):
         self.recipe = {"front": "trace", **policy.recipe, **called}
         entered = set(policy.entered).union(*(recording.entered for recording in self.planned)) - calls.whole
         self.entered = sorted(entered | self._leading())
-        entered_modules = [(path, calls.modules[path]) for path in self.entered if path in policy.entered]
-        self._entered_modules = [(path, module, [*module._modules.values()]) for path, module in entered_modules]
+        leading = [(path, calls.modules[path]) for path in self.entered]
+        self._leading_modules = [(path, module, [*module._modules.values()]) for path, module in leading]
         self.holds = Members(self)
         if policy.how == "cuts" and self.planned:
             self._check_called()
@@ -298,8 +298,8 @@ class TraceChain(LayerChain):
 
     def variant(self, arguments: Mapping[str, Any]) -> str:
         """The key of the recording that runs for these arguments, which is made if there is none yet."""
-        for path, module, children in self._entered_modules:
-            if user_hooks(module, None, self.model):
+        for path, module, children in self._leading_modules:
+            if path in self.policy.entered and (user_hooks(module, None, self.model) or has_global_module_hooks()):
                 raise hooked_module(path, module)
             if [*module._modules.values()] != children:
                 kind = type(module).__name__

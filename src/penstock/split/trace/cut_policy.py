@@ -138,7 +138,7 @@ class CutPolicy:
                 try:
                     found = recorder.record()
                 except KeepWhole as again:
-                    self._keep_whole(again, recorder.result.text)
+                    self._keep_whole(again, recorder)
                 except Enter as again:
                     if again.path in self.entered:
                         message = f"{again.path} returns an object that cannot cross to another stage"
@@ -150,13 +150,13 @@ class CutPolicy:
                         found.key = dump({**data, "answers": found.answers})
                     return found
 
-    def _keep_whole(self, again: KeepWhole, call: str) -> None:
+    def _keep_whole(self, again: KeepWhole, recorder: Recorder) -> None:
         calls, error = self.calls, again.error
         if again.path in self.required or again.path in calls.whole:
             if isinstance(error, PlanError) or not isinstance(error, Exception):
                 raise error from None
-            failure = cannot_trace(calls.modules[again.path], error, call, again.path, again.place)
-            failure.marked = True
+            failure = cannot_trace(calls.modules[again.path], error, recorder.result.text, again.path, again.place)
+            failure.marked = bool(again.path) or recorder.has_marks
             raise failure from error
         kind = type(calls.modules[again.path])
         alike = {p for p in self.entered if type(calls.modules[p]) is kind and p not in self.required}

@@ -2,41 +2,88 @@
 
     self.scale             an attribute of a module
     self.config.dropout    an object: all its attributes, and those of the objects and containers within it
-    TEMPERATURE            a global variable that the user's own code names
+    TEMPERATURE            a global variable that the user's own code names, also in functions and methods that it calls
+    settings.SCALE         an attribute of a module of the user's own
+    factor                 a variable of the function in which a class or a function was made
 """
 
 from __future__ import annotations
 
+import inspect
 import zlib
-from collections.abc import Iterable, Sequence
-from operator import is_
-from types import CodeType, FrameType, FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.split.sample import PLAIN, containers_in, contents
+from penstock.split.sample import PLAIN, cell_contents, containers_in, contents, is_same
 from penstock.split.trace.state import is_users_code
 
 
-def same_objects(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(values) == len(others) and all(map(is_, values, others))
+def same_values(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(values) == len(others) and all(map(is_same, values, others))
 
 
-def _global_names(code: CodeType, scope: dict[str, Any]) -> list[str]:
-    """The global variables that a function of the user's names, without modules and None."""
-    values = {name: scope.get(name) for name in code.co_names} if is_users_code(code.co_filename) else {}
-    return [n for n, v in values.items() if v is not None and (isinstance(v, PLAIN) or contents(v) is not None)]
+def forward_function(module: nn.Module) -> Any:
+    """The function behind a module's forward, without decorators."""
+    found: Any = inspect.unwrap(vars(module).get("forward", type(module).forward))
+    return getattr(found, "__func__", found)
 
 
-def global_values(modules: Iterable[nn.Module]) -> dict[str, list[Any]]:
-    """The global variables that the methods of modules name, each with its value and those of the containers in it."""
-    found: dict[str, list[Any]] = {}
-    for kind in {kind for module in modules for kind in type(module).__mro__}:
-        for function in (value for value in vars(kind).values() if isinstance(value, FunctionType)):
-            for name in _global_names(function.__code__, function.__globals__):
-                value = function.__globals__[name]
-                found[name] = [value, *(item for _, items in containers_in(value) for item in items)]
+Variable = tuple[Any, str, Callable[[], Any]]  # a key, a name, and the function that reads it
+
+
+def variables_of(function: Any, owner: Any = None, seen: set[CodeType] | None = None) -> Iterator[Variable]:
+    """The variables outside of a function of the user's that it names, or that functions and methods it names do.
+
+    ``owner`` is the object whose methods it may call.
+    """
+    seen = set() if seen is None else seen
+    code: Any = getattr(function, "__code__", None)
+    if not isinstance(function, FunctionType) or code in seen or not is_users_code(code.co_filename):
+        return
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+        yield id(cell), name, lambda cell=cell: cell_contents(cell)  # type: ignore[misc]
+        yield from variables_of(cell_contents(cell), owner, seen)
+    yield from _variables_of_code(code, function.__globals__, owner, seen)
+
+
+def _variables_of_code(code: CodeType, scope: dict[str, Any], owner: Any, seen: set[CodeType]) -> Iterator[Variable]:
+    if code in seen:
+        return
+    seen.add(code)
+    for name in code.co_names:
+        value = scope.get(name)
+        if isinstance(value, ModuleType):
+            if is_users_code(getattr(value, "__file__", None) or "<"):
+                inside = vars(value)
+                for inner in set(code.co_names) & inside.keys():
+                    yield (id(inside), inner), inner, lambda inside=inside, inner=inner: inside.get(inner)  # type: ignore[misc]
+                    yield from variables_of(inside[inner], None, seen)
+        elif isinstance(value, FunctionType):
+            yield from variables_of(value, None, seen)
+        elif value is not None and (isinstance(value, PLAIN) or contents(value) is not None):
+            yield (id(scope), name), name, lambda name=name: scope.get(name)  # type: ignore[misc]
+        if owner is None or name in vars(nn.Module):
+            continue
+        member = inspect.getattr_static(type(owner), name, None)
+        if isinstance(member, FunctionType):
+            yield from variables_of(member, owner, seen)
+        elif member is not None and (isinstance(member, PLAIN) or contents(member) is not None):
+            yield (type(owner), name), name, lambda name=name: getattr(type(owner), name, None)  # type: ignore[misc]
+    for inner_code in code.co_consts:
+        if isinstance(inner_code, CodeType):
+            yield from _variables_of_code(inner_code, scope, owner, seen)
+
+
+def outer_values(modules: Iterable[nn.Module]) -> dict[Any, tuple[str, list[Any]]]:
+    """The variables outside of the forwards of modules: their names, values, and the values of containers in them."""
+    found: dict[Any, tuple[str, list[Any]]] = {}
+    for module in modules:
+        for key, name, read in variables_of(forward_function(module), module):
+            value = read()
+            found[key] = name, [value, *(item for _, items in containers_in(value) for item in items)]
     return found
 
 
@@ -44,8 +91,7 @@ class PythonState:
     """The values that the recordings of a model have read so far."""
 
     def __init__(self) -> None:
-        self._reads: dict[tuple[int, str], tuple[Any, dict[str, Any], str]] = {}
-        self._flags: dict[int, Tensor] = {}
+        self._reads: dict[Any, tuple[str, Callable[[], Any]]] = {}
         self._codes: set[CodeType] = set()
         self._containers: list[Any] = []
         self._values: list[Any] | None = None  # at the time of the digest
@@ -53,48 +99,59 @@ class PythonState:
         self._count = 0
         self._digest = ""
 
-    def add(self, owner: Any, holder: dict[str, Any], name: str) -> None:
-        """``name`` was read, from ``holder`` or from the class of ``owner``."""
-        if (id(holder), name) not in self._reads:
-            self._reads[id(holder), name] = owner, holder, name
+    def add(self, key: Any, name: str, read: Callable[[], Any]) -> None:
+        if key not in self._reads:
+            self._reads[key] = name, read
             self._values = None
 
-    def add_flag(self, parameter: Tensor) -> None:
-        """It was read whether a parameter is trained."""
-        self._flags[id(parameter)] = parameter
-        self._values = None
+    def add_attribute(self, module: nn.Module, name: str) -> None:
+        """An attribute of a module was read, or it was asked whether there is one."""
+        own, kind = object.__getattribute__(module, "__dict__"), type(module)
 
-    def add_globals(self, code: CodeType, scope: dict[str, Any]) -> None:
-        """Add the global variables that a function of the user's names."""
-        if code not in self._codes:
-            self._codes.add(code)
-            for name in _global_names(code, scope):
-                self.add(None, scope, name)
+        def read() -> Any:
+            return own[name] if name in own else getattr(kind, name, None)
+
+        def read_member() -> Any:  # it may become a parameter or buffer
+            return getattr(module, name, None)
+
+        self.add((id(own), name), name, read if name in own or hasattr(kind, name) else read_member)
+
+    def add_flags(self, parameters: Iterable[Tensor]) -> None:
+        """It was read whether parameters are trained."""
+        for parameter in parameters:
+            self.add(id(parameter), "requires_grad", lambda parameter=parameter: parameter.requires_grad)  # type: ignore[misc]
+
+    def add_forward(self, module: nn.Module) -> None:
+        """The forward of a module is recorded."""
+        function = forward_function(module)
+        self.add((id(module), "forward"), "forward", lambda: forward_function(module))
+        for variable in variables_of(function, module):
+            self.add(*variable)
 
     def add_running(self, frame: FrameType | None, last: CodeType) -> None:
         """Add the global variables of the functions that are running, from ``frame`` out to that of ``last``."""
         while frame is not None and frame.f_code is not last:
-            self.add_globals(frame.f_code, frame.f_globals)
+            if frame.f_code not in self._codes and is_users_code(frame.f_code.co_filename):
+                for variable in _variables_of_code(frame.f_code, frame.f_globals, None, self._codes):
+                    self.add(*variable)
             frame = frame.f_back
 
-    def _read(self) -> list[Any]:
-        reads = self._reads.values()
-        values = [d[name] if name in d else getattr(type(owner), name, None) for owner, d, name in reads]
-        return [*values, *(parameter.requires_grad for parameter in self._flags.values())]
+    def values(self) -> list[Any]:
+        return [read() for _, read in self._reads.values()]
 
     def digest(self) -> str:
         """A text that is another one when one of the values was changed."""
-        values = self._read()
+        values = self.values()
         for container in self._containers:
-            values += contents(container) or ()
-        if self._values is None or not same_objects(values, self._values):
-            read = self._read()
+            values += contents(container) or (len(container) if hasattr(container, "__len__") else 0,)
+        if self._values is None or not same_values(values, self._values):
+            read = self.values()
             inside = [entry for value in read for entry in containers_in(value)]
             self._containers = [container for container, _ in inside]
             values = [*read, *(item for _, items in inside for item in items)]
             self._numbers = {id(value): self._number(value) for value in values if not isinstance(value, PLAIN)}
             self._values = values  # from here on the old ones may be freed, and their identities used again
-            names = [name for _, _, name in self._reads.values()]
+            names = [name for name, _ in self._reads.values()]
             self._digest = f"{zlib.crc32(repr((names, [self._text(value) for value in values])).encode()):x}"
         return self._digest
 
@@ -109,6 +166,8 @@ class PythonState:
         if isinstance(value, FunctionType):
             code = value.__code__
             return value.__module__, value.__qualname__, code.co_firstlineno, code.co_code, code.co_consts
-        if callable(value) or isinstance(value, ModuleType) or contents(value) is not None:
-            return getattr(value, "__qualname__", type(value).__qualname__)
+        if isinstance(value, (type, BuiltinFunctionType, ModuleType)):
+            return getattr(value, "__module__", ""), getattr(value, "__qualname__", "")
+        if not callable(value) and contents(value) is not None:
+            return type(value).__qualname__
         return type(value).__qualname__, self._numbers[id(value)]

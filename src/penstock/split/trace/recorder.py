@@ -32,6 +32,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from penstock._torch import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
+    has_global_module_hooks,
     is_fake_tensor,
     replaced_checkpoint,
     storage_id,
@@ -44,7 +45,7 @@ from penstock.split.marks import Block, CutPoint, begin_block_of, forward_block_
 from penstock.split.sample import ModuleState, RandomStates, contents, own_generators
 from penstock.split.trace.call import call_text, forward_arguments, rebuild
 from penstock.split.trace.errors import CannotTrace, cannot_trace, is_data_dependent
-from penstock.split.trace.python_state import PythonState, global_values, same_objects
+from penstock.split.trace.python_state import PythonState, forward_function, outer_values, same_values
 from penstock.split.trace.recording import (
     Attribute,
     Recording,
@@ -62,14 +63,14 @@ from penstock.split.trace.recording import (
     needed_for_answers,
     template_of,
 )
-from penstock.split.trace.state import recording_in_thread, user_line
+from penstock.split.trace.state import is_users_code, recording_in_thread, user_line
 from penstock.split.trace.values import PLAIN_TYPES, Enter, KeepWhole, Value, Values
 
 _LOCK = threading.RLock()  # a recording patches nn.Module for all threads: one at a time
 _NO_WRAP = get_default_nowrap_functions()
 _RANDOM = re.compile(r"rand|normal|dropout|bernoulli|multinomial|uniform|exponential|geometric|poisson|cauchy")
 _NUMBER = re.compile(r"idx|index|_id$|^id$|number")  # attributes in which modules that are alike differ
-_NOT_WATCHED = frozenset(vars(nn.Module())) | {"forward"}  # parameters, modules, hooks, the mode
+_NOT_WATCHED = frozenset((*vars(nn.Module()), *dir(nn.Module)))  # parameters, modules, hooks, the mode, methods
 _MISSING: Any = object()
 _EFFECTS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook)
 
@@ -170,7 +171,8 @@ class Recorder(Values):
         self.read = read
         self.first_read: set[tuple[int, str]] = set()  # attributes by id of the module, if not set before
         self.written: dict[tuple[int, str], str] = {}  # attributes by id of the module, with the line
-        self.generators = own_generators(modules.values())
+        attributes = [value for module in modules.values() for value in vars(module).values()]
+        self.generators = own_generators([*attributes, *read.values()])
         self.hooks_before = {id(hook) for module in modules.values() for hook in module._forward_hooks.values()}
 
     def record(self) -> Recording:
@@ -181,13 +183,16 @@ class Recorder(Values):
             stack.callback(before.restore)
             stack.enter_context(recording_in_thread(self))
             stack.enter_context(_patched(self))
-            if user_hooks(model):
+            if user_hooks(model) or has_global_module_hooks():
                 raise hooked_module("", model)
             args, kwargs = self._inputs()
             for begins in (self.lead, begin_block_of(model)):
                 if begins is not None:
                     self.begin(begins)
-            variables = global_values(self.modules[path] for path in self.entered)
+            entered = [self.modules[path] for path in sorted(self.entered)]
+            for module in entered:
+                self.read.add_forward(module)
+            variables = outer_values(entered)
             try:
                 with _RecordFunctions(self):
                     result.entered.add("")
@@ -196,14 +201,14 @@ class Recorder(Values):
                 raise
             except Exception as error:
                 failure = cannot_trace(model, error, result.text)
-                failure.marked = bool(result.order) and not self.silent
+                failure.marked = self.has_marks
                 raise failure from error
             result.output = self._placed(output)
             self._check_output(output)
             self._check_state(before)
-            now = global_values(self.modules[path] for path in self.entered)
-            if changed := [name for name, values in variables.items() if not same_objects(values, now[name])]:
-                message = f"{type(model).__name__}.forward changes the global variable {changed[0]}"
+            now = outer_values(entered)
+            if changed := [name for key, (name, values) in variables.items() if not same_values(values, now[key][1])]:
+                message = f"{type(model).__name__}.forward changes the variable {changed[0]}"
                 raise CannotTrace(f"{message}: do it in a module without cuts of its own", definite=True)
             self._check_questions()
         result.storages = {value.number: self._storage(value) for value in self.values}
@@ -256,6 +261,9 @@ class Recorder(Values):
             return self._assign(func, args)
         tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         tensors = [self._taken_out(tensor) if is_fake_tensor(tensor) else tensor for tensor in tensors]
+        if func in _EFFECTS and any(type(item) is Value for hook in args[1:] for item in contents(hook) or ()):
+            text = "a hook uses a tensor of the forward: register it in a module without cuts of its own"
+            raise self._refuse(CannotTrace(f"{user_line()}: {text}", definite=True))
         known = all(map(self._known, tensors)) and (is_uniform(func) or not _RANDOM.search(name))
         known = known and func not in _EFFECTS
         versions = [self._version(tensor) for tensor in tensors]
@@ -284,11 +292,11 @@ class Recorder(Values):
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An attribute that is no tensor, such as a shape; NotImplemented if it is a tensor that depends on data."""
         name = getattr(getattr(func, "__self__", None), "__name__", "")
-        if isinstance(args[0], nn.Parameter) and name in ("grad", "requires_grad"):
-            if name == "grad":
-                text = f"{user_line()}: the forward reads the gradient of a parameter, which steps change"
-                raise self._refuse(CannotTrace(f"{text}: do it in a module without cuts of its own", definite=True))
-            self.read.add_flag(args[0])
+        if name == "grad" and isinstance(args[0], nn.Parameter):
+            text = f"{user_line()}: the forward reads the gradient of a parameter, which steps change"
+            raise self._refuse(CannotTrace(f"{text}: do it in a module without cuts of its own", definite=True))
+        if name == "requires_grad":  # that of a value follows from those of the parameters
+            self.read.add_flags([args[0]] if isinstance(args[0], nn.Parameter) else self.model.parameters())
         with self._running(), self.mode, DisableTorchFunctionSubclass():
             found = func(*self._all_fake(args), **self._all_fake(kwargs))
         if isinstance(found, Tensor):
@@ -310,9 +318,9 @@ class Recorder(Values):
             return
         attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
         members = (attributes[kind] for kind in ("_modules", "_parameters", "_buffers"))
-        if key[0] in self.paths and key not in self.written and not any(name in kind for kind in members):
+        if key[0] in self.paths and key not in self.written and all(kind.get(name) is None for kind in members):
             self.first_read.add(key)
-            self.read.add(module, attributes, name)
+            self.read.add_attribute(module, name)
 
     def attribute_set(self, module: nn.Module, name: str, value: Any) -> None:
         """Code outside of whole modules sets an attribute of a module. One that stays whole would not see it."""
@@ -356,8 +364,8 @@ class Recorder(Values):
             return from_answer(answer, self.device)
 
     def _refuse(self, error: Exception) -> BaseException:
-        """The innermost module stays whole; an error if that is the model."""
-        return KeepWhole(self.path[-1], error) if self.path[-1] else error
+        """The innermost module stays whole; if that is the model, it is an error, which no forward catches."""
+        return KeepWhole(self.path[-1], error)
 
     def _note(
         self, step: Step, args: Any, kwargs: Any, tensors: Sequence[Tensor], versions: Sequence[int], result: Any
@@ -493,7 +501,7 @@ class Recorder(Values):
             if any(not isinstance(leaf, (Tensor, *PLAIN_TYPES)) for leaf in leaves_of(result)) and can_enter(module):
                 raise Enter(path)
             step.result, step.checks_shapes = template_of(result, ()), self.inferred_from_data
-            step.changed_names = tuple(f"{path}.{name}" for name in self.changed_buffers)
+            step.changed_names = tuple(f"{path}.{name}" for name in (*self.changed_buffers, *_renormalised(module)))
             made = self._note(step, args, kwargs, tensors, versions, result)
         return self._run_own_hooks(module, args, kwargs, made)
 
@@ -638,11 +646,13 @@ class Recorder(Values):
         """The forward of an entered module does not run again: the next call must not depend on state that it keeps."""
         for path in {str(step.target) for step in self.result.steps if step.module}:
             for inner, part in self.modules[path].named_modules(prefix=path):
-                names = [n for n in before.changed(part) if not _harmless(part, n) and _is_counted(vars(part).get(n))]
+                names = [n for n in before.changed(part, True) if not _harmless(part, n)]
+                names = [name for name in names if _is_counted(vars(part).get(name))]
                 self.result.counts.setdefault(path, []).extend(f"{inner}.{name}" for name in names)
         for path in sorted(self.result.entered):
             module = self.modules[path]
-            changed = [name for name in before.changed(module) if name != "_buffers" and not _harmless(module, name)]
+            changed = [n for n in before.changed(module, _is_library(module)) if n != "_buffers"]
+            changed = [name for name in changed if not _harmless(module, name)]
             prefix = f"{path}." if path else ""
             names = [n for n, t in module._buffers.items() if t is not None and self.names.get(id(t)) != prefix + n]
             for name in changed:
@@ -686,6 +696,13 @@ def _plain_slice(item: Any) -> Any:
     return slice(*(index(part) if type(part) is Value else part for part in (item.start, item.stop, item.step)))
 
 
+def _renormalised(module: nn.Module) -> list[str]:
+    """The weights of embeddings that a forward scales in place to ``max_norm``: fake tensors do not show it."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    parts = [(path, part) for path, part in module.named_modules() if isinstance(part, kinds)]
+    return [f"{path}.weight".lstrip(".") for path, part in parts if part.max_norm is not None]
+
+
 def _is_counted(value: Any) -> bool:
     """Whether a changed attribute may be state, such as a counter or a list, and is no cached tensor."""
     return isinstance(value, (int, float)) or contents(value) is not None
@@ -693,7 +710,13 @@ def _is_counted(value: Any) -> bool:
 
 def _harmless(module: nn.Module, name: str) -> bool:
     """Whether a changed attribute is a flag that a library sets once, or the hooks that it installs."""
-    return name.endswith("_hooks") or name.startswith("_forward_hooks") or type(vars(module).get(name)) is bool
+    flag = type(vars(module).get(name)) is bool and _is_library(module)
+    return name.endswith("_hooks") or name.startswith("_forward_hooks") or flag
+
+
+def _is_library(module: nn.Module) -> bool:
+    code = getattr(forward_function(module), "__code__", None)
+    return code is None or not is_users_code(code.co_filename)
 
 
 def can_enter(module: nn.Module) -> bool:
@@ -716,6 +739,7 @@ def user_hooks(module: nn.Module, before: Collection[int] | None = None, model: 
 
 def hooked_module(path: str, module: nn.Module) -> PlanError:
     name = f"{path} ({type(module).__name__})" if path else type(module).__name__
+    name += ", like all modules," if has_global_module_hooks() else ""
     return PlanError(
         f"{name} has hooks, and no stage runs the whole of it because cuts lie inside: register the hooks on modules "
         "that are not cut"
@@ -767,6 +791,14 @@ def _patched(recorder: Recorder) -> Iterator[None]:
             recorder.attribute_set(module, name, value)
         original_set(module, name, value)
 
+    def refuse_hooks(hooks: Any) -> None:
+        if threading.get_ident() == thread and not recorder.busy:
+            text = "hooks of saved tensors are not recorded: use them in a module without cuts of its own"
+            raise recorder._refuse(CannotTrace(f"{user_line()}: {text}", definite=True))
+        enter_hooks(hooks)
+
+    saved_hooks: Any = torch.autograd.graph.saved_tensors_hooks
+    enter_hooks = saved_hooks.__enter__
     original_set: Any = nn.Module.__setattr__
     lazy_call: Any = Lazy.__call__
     set_state = torch.random.set_rng_state
@@ -779,6 +811,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
     torch.random.set_rng_state = torch.set_rng_state = refuse_state  # type: ignore[assignment]
     nn.Module.__call__ = Lazy.__call__ = call  # type: ignore[method-assign,assignment]
     nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]
+    saved_hooks.__enter__ = refuse_hooks
     nn.Module.__getattribute__ = get_attribute  # type: ignore[method-assign,assignment]
     function.apply = classmethod(applied)
     validates = Distribution._validate_args
@@ -793,6 +826,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
             yield
     finally:
         del nn.Module.__getattribute__
+        saved_hooks.__enter__ = enter_hooks
         nn.Module.__setattr__ = original_set  # type: ignore[method-assign]
         Distribution.set_default_validate_args(validates)
         nn.Module.__call__, Lazy.__call__ = _original_call, lazy_call  # type: ignore[method-assign]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.errors import PlanError
 from penstock.split.plan import Groups
 from penstock.split.trace.call import tensors_of
 
@@ -52,8 +54,29 @@ class EnteredModule(nn.Module):
             mode.set(value)
 
 
+class _OwnTensor:
+    """A parameter or buffer of an entered module: in the model, and in the stage that holds it."""
+
+    def __init__(self, name: str, model: Mapping[str, Any], stage: Mapping[str, Any], key: str) -> None:
+        self.name, self.model, self.stage, self.key = name, model, stage, key
+        self.seen = weakref.ref(model[key]) if model.get(key) is not None else None
+        self.held = weakref.ref(stage[key])
+
+    def check(self) -> None:
+        """Raise an error if the model has another one, and the stage does not: it would train the old one."""
+        now, held = self.model.get(self.key), self.stage.get(self.key)
+        if (None if self.seen is None else self.seen()) is now:
+            return
+        if held is self.held() and held is not now:
+            raise PlanError(
+                f"{self.name} was replaced after the split, and the stages still have the one before: change it in "
+                "place (copy_), or split the model again"
+            )
+        self.seen, self.held = None if now is None else weakref.ref(now), weakref.ref(held)
+
+
 class _Code:
-    """What a stage runs; shared by its copies."""
+    """The steps and places of a stage; shared by its copies."""
 
     def __init__(self, chain: Any, groups: Groups, index: int) -> None:
         self.chain = chain
@@ -61,6 +84,7 @@ class _Code:
         self.index = index
         edges = chain.edges(self.groups)
         self.targets = sorted(edge.dst for edge in edges if edge.src == index)
+        self.own: list[_OwnTensor] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Code:
         return self
@@ -98,11 +122,13 @@ class TracedStage(EnteredModule):
             owner = self._owner(chain.model, parents.split(".") if parents else [])
             if not isinstance(owner, EnteredModule):
                 continue  # within a module that is held whole
+            module = chain.model.get_submodule(parents)
             if isinstance(tensor, nn.Parameter):
                 owner._parameters[name] = tensor
+                self._code.own.append(_OwnTensor(full, module._parameters, owner._parameters, name))
             else:
-                keeps = name not in chain.model.get_submodule(parents)._non_persistent_buffers_set
-                owner.register_buffer(name, tensor, persistent=keeps)
+                owner.register_buffer(name, tensor, persistent=name not in module._non_persistent_buffers_set)
+                self._code.own.append(_OwnTensor(full, module._buffers, owner._buffers, name))
 
     def _owner(self, model: nn.Module, path: list[str]) -> nn.Module:
         """The module at a path, with stand-ins made on the way to it."""
@@ -119,6 +145,8 @@ class TracedStage(EnteredModule):
     def forward(self, *values: Any) -> Any:
         code = self._code
         chain = code.chain
+        for tensor in code.own:
+            tensor.check()
         key = self.current_variant()
         if code.index == 0:
             if key is None:

@@ -108,6 +108,10 @@ class Marking:
         self.path = [""]  # of the modules whose forwards are running
         self.result = result
 
+    @property
+    def has_marks(self) -> bool:
+        return bool(self.result.order) and not self.silent
+
     def mark(self, point: CutPoint | None, value: Any) -> Any:
         if self.silent:
             return value
