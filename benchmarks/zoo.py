@@ -279,7 +279,7 @@ def stage_shares(plan: ps.Plan, model: nn.Module) -> dict[str, Any]:
 def try_split(entry: Entry, reference: Reference, stages: int, grid: Grid, extra: dict[str, Any]) -> dict[str, Any]:
     """One call of ``ps.split`` and all pipelines of its plan."""
     model = build(entry, reference.eval_mode)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     start = time.perf_counter()
     try:
         plan = ps.split(model, stages=stages, **extra)
@@ -301,9 +301,9 @@ def try_split(entry: Entry, reference: Reference, stages: int, grid: Grid, extra
                 note = {} if confirmed is not None else {"only_after_other_pipelines": True}
                 return {**record, **(confirmed or outcome), **note, "schedule": schedule, "recompute": recompute}
             with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    if name in buffers and buffer.shape == buffers[name].shape:
-                        buffer.copy_(buffers[name])
+                for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                    if name in before and tensor.shape == before[name].shape:
+                        tensor.copy_(before[name])
     return record
 
 

@@ -62,7 +62,7 @@ class SavedForward:
     versions: Sequence[int | None] = ()
     rng_states: RngStates = field(default_factory=list)
     keeper: KeptValues = field(default_factory=KeptValues)
-    buffers: SavedBuffers = ()  # values, before the forward, of buffers that it changed
+    buffers: SavedBuffers = ()  # values, before the forward, of buffers and parameters that it changed
     microbatch: MicroBatch | None = None
 
 
@@ -203,9 +203,9 @@ class StageEngine:
         saved.microbatch = self.microbatches[microbatch] if self.microbatches else None
         forward_state.checkpointing, forward_state.keeper = True, saved.keeper
         assert self.buffer_guard is not None
-        self.buffer_guard.before(self.mode)
         try:
-            self._run(microbatch, message, slot)
+            with self.buffer_guard.before(self.mode):
+                self._run(microbatch, message, slot)
             saved.buffers = self.buffer_guard.after()
         finally:
             forward_state.checkpointing, forward_state.keeper = False, None
@@ -423,6 +423,8 @@ def begin_run(
         stage.context = context or None
         mode = (context, *[module.training for module in stage.submodules])
         stage.mode = stage.modes.setdefault(mode, mode)
+        if stage.buffer_guard is not None:
+            stage.buffer_guard.begin_run()
     return made
 
 

@@ -121,7 +121,8 @@ def build(
         if options.seed is not None or source.recomputes(s):
             stage.rng = StageRng(module, device_of[s], options.seed, first, fqn)
             if source.recomputes(s):
-                stage.buffer_guard = BufferGuard(module)
+                sharded = stage.parallel is not None and stage.parallel.sharded is not None
+                stage.buffer_guard = BufferGuard(module, sharded=sharded)
         if options.batchnorm == "deferred":
             stage.norms = DeferredStatistics(module, s)
         if pool is not None:
