@@ -20,6 +20,7 @@ from penstock.engine.offload.copies import HostBufferPool
 from penstock.engine.offload.weights import HostWeights, host_weights
 from penstock.engine.recompute.batchnorm import DeferredStatistics
 from penstock.engine.recompute.buffers import BufferGuard
+from penstock.engine.recompute.python_state import PythonStateGuard
 from penstock.engine.recompute.rng import StageRng
 from penstock.engine.replicas.dtensor import is_dtensor
 from penstock.engine.replicas.ties import place_tied_parameters
@@ -123,6 +124,7 @@ def build(
             if source.recomputes(s):
                 sharded = stage.parallel is not None and stage.parallel.sharded is not None
                 stage.buffer_guard = BufferGuard(module, sharded=sharded)
+                stage.python_state = PythonStateGuard(module)
         if options.batchnorm == "deferred":
             stage.norms = DeferredStatistics(module, s)
         if pool is not None:

@@ -5,7 +5,8 @@
     R   count 3 ─▶ 4      the first forward again, on a copy of the saved value
         count 5           as before the recompute
 
-The same holds for parameters that a forward changes: codebooks with running means, ``nn.Embedding(max_norm=…)``.
+The same holds for parameters that a forward changes (codebooks with running means, ``nn.Embedding(max_norm=…)``) and
+for tensors that are plain attributes of modules.
 
 BatchNorm layers with torch's own ``forward`` need no copies: their output does not depend on the running statistics.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._torch import BatchNorm, TorchDispatchMode, storage_id
+from penstock.engine.recompute.python_state import is_library
 from penstock.errors import PlanError
 
 _LARGE = 1 << 20  # bytes: a larger buffer is copied only if it is known to change, or the mode is new
@@ -51,13 +53,20 @@ class BufferGuard:
             for path, part in self.parts.items()
             for name in part._buffers
         ]
-        # Parameters that no forward has changed. The others are among the entries.
+        # Parameters, and tensors that are attributes, that no forward has changed. The others are among the entries.
         self.parameters = [
             _BufferEntry(part._parameters, name, f"{path}.{name}" if path else name)
             for path, part in ({} if sharded else dict(module.named_modules())).items()
             for name in part._parameters
         ]
-        self._versions: list[tuple[_BufferEntry, int]] | None = None  # of these, when the run began
+        self.parameters += [
+            _BufferEntry(vars(part), name, f"{path}.{name}" if path else name)
+            for path, part in module.named_modules()
+            if not is_library(type(part))
+            for name, value in vars(part).items()
+            if isinstance(value, Tensor)
+        ]
+        self._versions: list[tuple[_BufferEntry, Tensor | None, int]] | None = None  # of these, when the run began
         self._writes = _WriteDetector(())
         self._known: set[object] = set()
         self._mode: object = _NO_COPY
@@ -79,7 +88,7 @@ class BufferGuard:
         for entry in self.entries:
             entry.save(self._learning, copies)
         if self._versions is None:
-            self._versions = [(entry, entry.current_version()) for entry in self.parameters]
+            self._versions = [(e, e.members.get(e.name), e.current_version()) for e in self.parameters]
         if not self._learning:
             return nullcontext()
         self._writes = _WriteDetector(self.parameters)
@@ -122,9 +131,10 @@ class BufferGuard:
 
     def _check_versions(self) -> None:
         """At the first recompute of a run: an error for a parameter that a forward has changed for the first time."""
-        for entry, version in self._versions or ():
-            if not entry.changes and entry.current_version() != version:
-                entry.tensor = entry.members.get(entry.name)
+        for entry, tensor, version in self._versions or ():
+            same = entry.members.get(entry.name) is tensor
+            if same and not entry.changes and entry.current_version() != version:
+                entry.tensor = tensor
                 self.entries.append(entry)
                 self.parameters.remove(entry)
                 entry.take()
@@ -183,6 +193,8 @@ class _WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changed = []
         for entry in self.entries:
             now, before = entry.members.get(entry.name), self.tensors.get(id(entry.tensor))
+            if now is not entry.tensor and not isinstance(entry.tensor, nn.Parameter):
+                continue  # an attribute with another value is Python state
             same_memory = before is None
             if before is not None and now is not None and now is entry.tensor:
                 same_memory = storage_id(now) == storage_id(before)
