@@ -169,19 +169,22 @@ class TraceChain(LayerChain):
         return names
 
     def _join_changed_in_place(self) -> None:
-        """Make one layer of those that use a value which one of them changes in place: a cut would separate them."""
+        """Make one layer of those between the origin of a value and its last change in place.
+
+        Layers after the last change get the value from that layer, as any other.
+        """
         marks = list(self.names)
         at: dict[str | None, int] = {mark: i for i, mark in enumerate(marks)}
         for recording in self.planned:
-            made, changed, last = dict[int, int](), dict[int, int](), dict[int, int]()
+            made, changed = dict[int, int](), dict[int, int]()
             for step in recording.steps:
                 place = at.get(step.layer, 0)
-                last |= {recording.storages[ref.number]: place for ref in step.refs() if isinstance(ref, Ref)}
                 made = {recording.storages[n]: place for n in step.outputs if n is not None} | made
                 changed |= {storage: place for storage in step.changes if made.get(storage, place) != place}
-            for storage in changed:
+            for storage, last in changed.items():
+                joined = {self.names[mark] for mark in marks[made[storage] : last + 1]}
                 first = self.names[marks[made[storage]]]
-                self.names |= dict.fromkeys(marks[made[storage] : last[storage] + 1], first)
+                self.names |= {mark: first for mark, name in self.names.items() if name in joined}
 
     def layer_of(self, recording: Recording, step: Step) -> str:
         placed: dict[str | None, str] = recording.__dict__.setdefault("placed", {})

@@ -1,0 +1,105 @@
+"""A recorded model is divided as evenly as its layers allow."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock as ps
+
+WIDTH = 8
+
+
+def check(model: nn.Module, stages: int, x: Tensor) -> None:
+    """No stage has twice its even share of the parameters, and a step equals the plain model's."""
+    plain = copy.deepcopy(model)
+    plan = ps.split(model, stages=stages, sample=x, balance="parameters")
+    sizes = [stage.parameters for stage in plan.stages]
+    assert max(sizes) < 2 * sum(sizes) / stages, sizes
+    for recompute in ("never", "always"):
+        model.zero_grad()
+        plain.zero_grad()
+        pipe = ps.Pipeline(plan, lambda output: output.square().mean(), microbatches=2, recompute=recompute)
+        loss = pipe.step(x).loss
+        expected = plain(x).square().mean()
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.act = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.norm(self.linear(x)))  # type: ignore[no-any-return]
+
+
+class Skips(nn.Module):
+    """A U-Net: the last layer uses the value of the first, which an activation has changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.act = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.ReLU(inplace=True)
+        self.middle, self.last = nn.ModuleList(Block() for _ in range(6)), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.act(self.norm(self.first(x)))
+        for block in self.middle:
+            x = block(x) + x
+        return self.last(x + first)  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    """A ResNet: each sum is changed in place, and is used twice by the next block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = self.act(y)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Skips, Residual])
+def test_a_value_that_was_changed_in_place_may_be_used_in_later_stages(kind: type[nn.Module]) -> None:
+    """All layers up to the last use of such a value were one layer: 98 % of monai's BasicUNet."""
+    torch.manual_seed(0)
+    check(kind(), 4, torch.randn(4, WIDTH))
+
+
+def test_changes_in_place_that_overlap_are_one_layer() -> None:
+    class Overlapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            a = self.layers[0](x)
+            b = self.layers[1](x)
+            c = self.layers[2](x)
+            b += c  # b is changed first, and a, which was made before it, after c
+            d = self.layers[3](x)
+            a += d
+            b *= 2
+            for layer in self.layers[4:]:
+                x = layer(x + b)
+            return x + a
+
+    torch.manual_seed(0)
+    model = Overlapping()
+    x = torch.randn(4, WIDTH)
+    plan = ps.split(model, stages=4, sample=x, balance="parameters")
+    layers = [layer for stage in plan.stages for layer in stage.layers]
+    assert layers == ["layers.0", "layers.4", "layers.5", "layers.6", "layers.7"]
+    assert plan.check(x)
