@@ -137,3 +137,38 @@ def test_a_container_with_a_forward_is_divided(kind: type[nn.Module]) -> None:
 
     torch.manual_seed(0)
     check(Wrapped(), 4, torch.randn(4, WIDTH))
+
+
+def test_buffers_do_not_keep_heavy_modules_whole() -> None:
+    """Stages are balanced by parameters, and a table of positions outweighed all of speechbrain's encoder."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(5000, WIDTH))
+            self.table: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.table[0]
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.encoder = Positions(), Encoder()
+            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.encoder(self.positions(x))))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    check(Model(), 4, torch.randn(4, WIDTH))
