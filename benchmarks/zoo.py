@@ -290,12 +290,12 @@ def try_split(entry: Entry, reference: Reference, stages: int, grid: Grid, extra
     record |= stage_shares(plan, model)
     for schedule in grid.schedules:
         for recompute in grid.recompute:
-            outcome = try_pipeline(entry, plan, model, reference, schedule, recompute)
+            outcome = try_pipeline(entry, plan, model, reference, schedule, recompute, record)
             if outcome is not None:  # once more, with a model that has not been through other pipelines
                 model = build(entry, reference.eval_mode)
                 try:
                     plan = ps.split(model, stages=stages, **extra)
-                    outcome = try_pipeline(entry, plan, model, reference, schedule, recompute)
+                    outcome = try_pipeline(entry, plan, model, reference, schedule, recompute, record)
                 except Exception as error:
                     outcome = failure(error, "second split")
                 if outcome is not None:
@@ -309,9 +309,19 @@ def try_split(entry: Entry, reference: Reference, stages: int, grid: Grid, extra
 
 
 def try_pipeline(
-    entry: Entry, plan: ps.Plan, model: nn.Module, reference: Reference, schedule: str, recompute: str, **options: Any
+    entry: Entry,
+    plan: ps.Plan,
+    model: nn.Module,
+    reference: Reference,
+    schedule: str,
+    recompute: str,
+    record: dict[str, Any],
+    **options: Any,
 ) -> dict[str, Any] | None:
-    """The failure of one pipeline; None if its step equals the plain model's."""
+    """The failure of one pipeline; None if its step equals the plain model's.
+
+    ``record`` gets the shares of the stages that ran: without a sample, the first mini-batch may change the plan.
+    """
     model.zero_grad(set_to_none=True)
     if not entry.own_loss:
         options["reduction"] = "mean"
@@ -327,8 +337,9 @@ def try_pipeline(
     except Exception as error:
         if isinstance(error, ps.PlanError) and "outputs=" in str(error) and "outputs" not in options:
             # Outputs without a batch dimension cannot be joined, but a training step does not need them.
-            return try_pipeline(entry, plan, model, reference, schedule, recompute, outputs=None)
+            return try_pipeline(entry, plan, model, reference, schedule, recompute, record, outputs=None)
         return failure(error, where)
+    record |= stage_shares(pipe.plan, model)
     differs = reference.difference(Result(loss.detach(), gradients(model)))
     return None if differs is None else {"class": "wrong", "at": "step", "error": differs}
 
