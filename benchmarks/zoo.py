@@ -279,7 +279,7 @@ def stage_shares(plan: ps.Plan, model: nn.Module) -> dict[str, Any]:
 def try_split(entry: Entry, reference: Reference, stages: int, grid: Grid, extra: dict[str, Any]) -> dict[str, Any]:
     """One call of ``ps.split`` and all pipelines of its plan."""
     model = build(entry, reference.eval_mode)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     start = time.perf_counter()
     try:
         plan = ps.split(model, stages=stages, **extra)
@@ -290,27 +290,38 @@ def try_split(entry: Entry, reference: Reference, stages: int, grid: Grid, extra
     record |= stage_shares(plan, model)
     for schedule in grid.schedules:
         for recompute in grid.recompute:
-            outcome = try_pipeline(entry, plan, model, reference, schedule, recompute)
+            outcome = try_pipeline(entry, plan, model, reference, schedule, recompute, record)
             if outcome is not None:  # once more, with a model that has not been through other pipelines
-                again = build(entry, reference.eval_mode)
+                model = build(entry, reference.eval_mode)
                 try:
-                    fresh = ps.split(again, stages=stages, **extra)
-                    confirmed = try_pipeline(entry, fresh, again, reference, schedule, recompute)
+                    plan = ps.split(model, stages=stages, **extra)
+                    outcome = try_pipeline(entry, plan, model, reference, schedule, recompute, record)
                 except Exception as error:
-                    confirmed = failure(error, "second split")
-                note = {} if confirmed is not None else {"only_after_other_pipelines": True}
-                return {**record, **(confirmed or outcome), **note, "schedule": schedule, "recompute": recompute}
+                    outcome = failure(error, "second split")
+                if outcome is not None:
+                    return {**record, **outcome, "schedule": schedule, "recompute": recompute}
+                reference.allowances.add("needs a new model for each pipeline")  # a counter in Python is not reset
             with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    if name in buffers and buffer.shape == buffers[name].shape:
-                        buffer.copy_(buffers[name])
+                for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                    if name in before and tensor.shape == before[name].shape:
+                        tensor.copy_(before[name])
     return record
 
 
 def try_pipeline(
-    entry: Entry, plan: ps.Plan, model: nn.Module, reference: Reference, schedule: str, recompute: str, **options: Any
+    entry: Entry,
+    plan: ps.Plan,
+    model: nn.Module,
+    reference: Reference,
+    schedule: str,
+    recompute: str,
+    record: dict[str, Any],
+    **options: Any,
 ) -> dict[str, Any] | None:
-    """The failure of one pipeline; None if its step equals the plain model's."""
+    """The failure of one pipeline; None if its step equals the plain model's.
+
+    ``record`` gets the shares of the stages that ran: without a sample, the first mini-batch may change the plan.
+    """
     model.zero_grad(set_to_none=True)
     if not entry.own_loss:
         options["reduction"] = "mean"
@@ -326,8 +337,9 @@ def try_pipeline(
     except Exception as error:
         if isinstance(error, ps.PlanError) and "outputs=" in str(error) and "outputs" not in options:
             # Outputs without a batch dimension cannot be joined, but a training step does not need them.
-            return try_pipeline(entry, plan, model, reference, schedule, recompute, outputs=None)
+            return try_pipeline(entry, plan, model, reference, schedule, recompute, record, outputs=None)
         return failure(error, where)
+    record |= stage_shares(pipe.plan, model)
     differs = reference.difference(Result(loss.detach(), gradients(model)))
     return None if differs is None else {"class": "wrong", "at": "step", "error": differs}
 

@@ -131,6 +131,17 @@ def test_a_micro_batch_without_counted_targets(kind: str, name: str) -> None:
     check(kind, name, [True] * 2 * LENGTH + [False, True] * LENGTH, 2, "1f1b")
 
 
+@pytest.mark.parametrize("name", ["sum over samples", "summed over its count"])
+def test_a_divisor_is_read_while_a_forward_is_observed(name: str) -> None:
+    """``sum() / 2`` of a recomputed stage: torch's detach() failed on the 2, which is a 0-dim tensor in the graph."""
+    model, plan, _ = front_ends("scalar", LOSSES[name])
+    x, y = batch([False] * 4 * LENGTH)
+    loss, gradients = plain(model, None, x, y)
+    with ps.Pipeline(plan, microbatches=2, recompute="always") as pipe:
+        torch.testing.assert_close(pipe.step((x, y)).loss, loss)
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], gradients)
+
+
 def _on_rank(rank: int, data: int) -> None:
     """Losses of all kinds under a mesh, where ranks learn the factor of their gradients from the last one."""
     mesh = ps.Mesh(data=data, pipe=2, device="cpu")

@@ -138,7 +138,8 @@ def _quotient(divisor: Any, numerator: Any, terms: list[LossTerm]) -> Iterator[L
     if isinstance(term.own_count, Tensor) and bool(term.own_count < torch.as_tensor(divisor)):
         yield term
         return
-    count = divisor.detach().reshape(()).double() if isinstance(divisor, Tensor) else float(divisor)
+    # Autograd saves a Python number as a 0-dim tensor. Under a dispatch mode, double() accepts that and detach() fails.
+    count = divisor.double().detach().reshape(()) if isinstance(divisor, Tensor) else float(divisor)
     yield LossTerm(term.name, count, by_value=True, numerator=numerator)
 
 

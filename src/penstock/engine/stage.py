@@ -43,6 +43,7 @@ from penstock.engine.offload.weights import HostWeights
 from penstock.engine.recompute.batchnorm import DeferredStatistics
 from penstock.engine.recompute.buffers import BufferGuard, SavedBuffers
 from penstock.engine.recompute.keep import KeptValues
+from penstock.engine.recompute.python_state import PythonStateGuard, SavedPythonState
 from penstock.engine.recompute.rng import RngStates, StageRng
 from penstock.engine.weightgrad import WeightGradQueue, WeightGradRecorder, make_recorder
 from penstock.errors import PlanError
@@ -62,7 +63,8 @@ class SavedForward:
     versions: Sequence[int | None] = ()
     rng_states: RngStates = field(default_factory=list)
     keeper: KeptValues = field(default_factory=KeptValues)
-    buffers: SavedBuffers = ()  # values, before the forward, of buffers that it changed
+    buffers: SavedBuffers = ()  # values, before the forward, of buffers and parameters that it changed
+    python_state: SavedPythonState = field(default_factory=list)
     microbatch: MicroBatch | None = None
 
 
@@ -137,6 +139,7 @@ class StageEngine:
     weights: HostWeights | None = None  # on a GPU, when weights live on the host
     rng: StageRng | None = None  # when random numbers are seeded, or must be repeated
     buffer_guard: BufferGuard | None = None  # when forwards are recomputed
+    python_state: PythonStateGuard | None = None  # the same
     norms: DeferredStatistics | None = None  # when BatchNorm statistics are those of the mini-batch
     parallel: ParallelizedStage | None = None
     _recorder: WeightGradRecorder | None = None
@@ -199,9 +202,10 @@ class StageEngine:
         saved.microbatch = self.microbatches[microbatch] if self.microbatches else None
         forward_state.checkpointing, forward_state.keeper = True, saved.keeper
         assert self.buffer_guard is not None
-        self.buffer_guard.before(self.mode)
+        assert self.python_state is not None
         try:
-            self._run(microbatch, message, slot)
+            with self.buffer_guard.before(self.mode), self.python_state.saving(self.mode, saved.python_state):
+                self._run(microbatch, message, slot)
             saved.buffers = self.buffer_guard.after()
         finally:
             forward_state.checkpointing, forward_state.keeper = False, None
@@ -291,9 +295,11 @@ class StageEngine:
             stack.enter_context(self.rng.forward(self.mode, microbatch, states, recomputing))
         if recomputing:
             assert self.buffer_guard is not None
+            assert self.python_state is not None
             assert slot.saved is not None
             stack.enter_context(self.buffer_guard.batchnorm_freeze if self.norms is None else self.norms.ignoring)
             stack.enter_context(self.buffer_guard.restored(slot.saved.buffers))
+            stack.enter_context(self.python_state.restored(slot.saved.python_state))
         elif self.norms is not None:
             stack.enter_context(self.norms.counting)
         if slot.queue is not None:
@@ -411,6 +417,8 @@ def begin_run(
         stage.context = context or None
         mode = (context, *[module.training for module in stage.submodules])
         stage.mode = stage.modes.setdefault(mode, mode)
+        if stage.buffer_guard is not None:
+            stage.buffer_guard.begin_run()
     return made
 
 

@@ -35,6 +35,7 @@ from penstock._torch import TorchDispatchMode, pytree
 from penstock.engine.forward_context import caller_context
 from penstock.engine.message import Message, flatten, merge_messages
 from penstock.engine.recompute.buffers import BufferGuard, version_of
+from penstock.engine.recompute.python_state import PythonStateGuard
 from penstock.engine.recompute.rng import StageRng
 from penstock.engine.recorder import deferred_bytes
 from penstock.engine.stage import SavedForward, Slot, StageEngine, begin_run
@@ -193,6 +194,7 @@ def time_layer(
 
     recomputing = StageEngine(layer.index, module, device, num_sources=takes, num_targets=gives)
     recomputing.rng, recomputing.buffer_guard = StageRng(module, device, None), BufferGuard(module)
+    recomputing.python_state = PythonStateGuard(module)
     dropped = [Slot(saved=SavedForward()) for _ in numbers]
 
     def recomputes() -> list[Callable[[], Seconds]]:

@@ -21,6 +21,7 @@ from penstock.engine.offload.copies import HostBufferPool
 from penstock.engine.offload.weights import HostWeights, host_weights
 from penstock.engine.recompute.batchnorm import DeferredStatistics
 from penstock.engine.recompute.buffers import BufferGuard
+from penstock.engine.recompute.python_state import PythonStateGuard
 from penstock.engine.recompute.rng import StageRng
 from penstock.engine.replicas.dtensor import is_dtensor
 from penstock.engine.replicas.ties import place_tied_parameters
@@ -133,7 +134,9 @@ def build(
         if options.seed is not None or source.recomputes(s):
             stage.rng = StageRng(module, device_of[s], options.seed, first, fqn)
             if source.recomputes(s):
-                stage.buffer_guard = BufferGuard(module)
+                sharded = stage.parallel is not None and stage.parallel.sharded is not None
+                stage.buffer_guard = BufferGuard(module, sharded=sharded)
+                stage.python_state = PythonStateGuard(module)
         if options.batchnorm == "deferred":
             stage.norms = DeferredStatistics(module, s)
         if pool is not None:

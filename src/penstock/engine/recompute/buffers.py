@@ -5,20 +5,24 @@
     R   count 3 ─▶ 4      the first forward again, on a copy of the saved value
         count 5           as before the recompute
 
+The same holds for parameters that a forward changes (codebooks with running means, ``nn.Embedding(max_norm=…)``) and
+for tensors that are plain attributes of modules.
+
 BatchNorm layers with torch's own ``forward`` need no copies: their output does not depend on the running statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock._torch import BatchNorm
+from penstock._torch import BatchNorm, TorchDispatchMode, storage_id
+from penstock.engine.recompute.python_state import is_library
 from penstock.errors import PlanError
 
 _LARGE = 1 << 20  # bytes: a larger buffer is copied only if it is known to change, or the mode is new
@@ -28,17 +32,18 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _NO_COPY: Any = object()
 
 SavedBuffers = Sequence[tuple[dict[str, Tensor | None], str, Tensor | None]]
-"""Buffers that a forward changed: the module's dictionary, the name in it, and the value before the forward."""
+"""Buffers and parameters that a forward changed: the module's dictionary, the name in it, the value before."""
 
 
 class BufferGuard:
-    """The buffers of one stage. A recompute runs within ``batchnorm_freeze`` and ``restored``.
+    """The buffers and parameters of one stage. A recompute runs within ``batchnorm_freeze`` and ``restored``.
 
     ``before`` and ``after`` go around a forward that will be recomputed. In a new mode all buffers are copied and
-    compared, to learn which of them the forward changes.
+    compared, to learn which of them the forward changes. Parameters are copied only if an operator writes to them.
+    FSDP's ``sharded`` parameters are left out: a forward has temporary copies of them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, sharded: bool = False) -> None:
         self.batchnorm_freeze = BatchNormFreeze(module)
         self.parts = {
             path: part for path, part in module.named_modules() if part._buffers and not has_torch_forward(part)
@@ -48,12 +53,33 @@ class BufferGuard:
             for path, part in self.parts.items()
             for name in part._buffers
         ]
+        # Parameters, and tensors that are attributes, that no forward has changed. The others are among the entries.
+        self.parameters = [
+            _BufferEntry(part._parameters, name, f"{path}.{name}" if path else name)
+            for path, part in ({} if sharded else dict(module.named_modules())).items()
+            for name in part._parameters
+        ]
+        self.parameters += [
+            _BufferEntry(vars(part), name, f"{path}.{name}" if path else name)
+            for path, part in module.named_modules()
+            if not is_library(type(part))
+            for name, value in vars(part).items()
+            if isinstance(value, Tensor)
+        ]
+        self._versions: list[tuple[_BufferEntry, Tensor | None, int]] | None = None  # of these, when the run began
+        self._writes = _WriteDetector(())
         self._known: set[object] = set()
         self._mode: object = _NO_COPY
         self._learning = True
 
-    def before(self, mode: object) -> None:
-        """``mode`` is what the forward may depend on, besides the training modes of the modules with buffers."""
+    def begin_run(self) -> None:
+        self._versions = None
+
+    def before(self, mode: object) -> AbstractContextManager[Any]:
+        """A context for the forward, which does something in a new mode.
+
+        ``mode`` is what the forward may depend on, besides the training modes of the modules with buffers.
+        """
         mode = mode, *[part.training for part in self.parts.values()]
         if mode != self._mode:
             self._learning = mode not in self._known
@@ -61,11 +87,22 @@ class BufferGuard:
         copies: dict[int, Tensor] = {}
         for entry in self.entries:
             entry.save(self._learning, copies)
+        if self._versions is None:
+            self._versions = [(e, e.members.get(e.name), e.current_version()) for e in self.parameters]
+        if not self._learning:
+            return nullcontext()
+        self._writes = _WriteDetector(self.parameters)
+        return self._writes
 
     def after(self) -> SavedBuffers:
-        """The buffers that the forward changed, for ``restored``."""
+        """The buffers and parameters that the forward changed, for ``restored``."""
         saved = [entry.take() for entry in self.entries if entry.has_changed(self._learning)]
         if self._learning:
+            changed = self._writes.changed()
+            self._writes = _WriteDetector(())
+            self.entries += changed
+            self.parameters = [entry for entry in self.parameters if entry not in changed]
+            saved += [entry.take() for entry in changed]
             for entry in self.entries:
                 if entry.tensor is not None and entry.tensor.nbytes > _LARGE:
                     entry.saved = _NO_COPY
@@ -76,16 +113,95 @@ class BufferGuard:
     @contextmanager
     def restored(self, saved: SavedBuffers) -> Iterator[None]:
         """Around a recompute: the buffers have the values that the first run saw; afterwards their current ones."""
+        self._check_versions()
         current = [(members, name, members.get(name)) for members, name, _ in saved]
         copies: dict[int, Tensor] = {}
         for members, name, value in saved:
             # A copy: the recompute changes it as the first run did, and may not be the last.
-            members[name] = None if value is None else copies.setdefault(id(value), value.clone())
+            if value is not None and id(value) not in copies:
+                now = members.get(name)
+                trained = isinstance(now, nn.Parameter) and now.requires_grad
+                copies[id(value)] = _earlier_value(now, value) if trained else value.clone()
+            members[name] = None if value is None else copies[id(value)]
         try:
             yield
         finally:
             for members, name, value in current:
                 members[name] = value
+
+    def _check_versions(self) -> None:
+        """At the first recompute of a run: an error for a parameter that a forward has changed for the first time."""
+        for entry, tensor, version in self._versions or ():
+            same = entry.members.get(entry.name) is tensor
+            if same and not entry.changes and entry.current_version() != version:
+                entry.tensor = tensor
+                self.entries.append(entry)
+                self.parameters.remove(entry)
+                entry.take()
+        self._versions = []
+
+
+class _EarlierValue(torch.autograd.Function):
+    """A copy of the value that a parameter had in the first run. Its gradient is that of the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+_earlier_value: Any = _EarlierValue.apply
+
+
+class _WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator of a forward, and copies a parameter before the first one that writes to its memory."""
+
+    def __init__(self, entries: Iterable[_BufferEntry]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.entries = list(entries)
+        self.tensors: dict[int, Tensor] = {}  # by the identity of the parameter: its memory before the forward
+        self.of_storage: dict[int, list[Tensor]] = {}
+        for entry in self.entries:
+            entry.tensor = tensor = entry.members.get(entry.name)
+            entry.version = entry.current_version()
+            if tensor is not None and tensor.layout is torch.strided and id(tensor) not in self.tensors:
+                self.tensors[id(tensor)] = tensor.detach()
+                self.of_storage.setdefault(storage_id(tensor), []).append(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    given = args[i] if i < len(args) else kwargs.get(argument.name)
+                    for tensor in given if isinstance(given, (list, tuple)) else [given]:
+                        self._copy(tensor)
+        return func(*args, **kwargs)
+
+    def _copy(self, written: Any) -> None:
+        if isinstance(written, Tensor) and written.layout is torch.strided:
+            for tensor in self.of_storage.pop(storage_id(written), ()):
+                self.tensors[id(tensor)] = clone_buffer(self.tensors[id(tensor)])
+
+    def changed(self) -> list[_BufferEntry]:
+        """The parameters that were written to, or have other memory now, with their values before the forward."""
+        changed = []
+        for entry in self.entries:
+            now, before = entry.members.get(entry.name), self.tensors.get(id(entry.tensor))
+            if now is not entry.tensor and not isinstance(entry.tensor, nn.Parameter):
+                continue  # an attribute with another value is Python state
+            same_memory = before is None
+            if before is not None and now is not None and now is entry.tensor:
+                same_memory = storage_id(now) == storage_id(before)
+            if not same_memory or entry.has_changed(by_value=False):
+                entry.saved = _NO_COPY if same_memory else before
+                changed.append(entry)
+        return changed
 
 
 @dataclass(slots=True, eq=False)
@@ -98,9 +214,13 @@ class _BufferEntry:
     version: int = 0
     saved: Any = _NO_COPY  # a copy of ``tensor`` at ``version``
 
+    def current_version(self) -> int:
+        tensor = self.members.get(self.name)
+        return 0 if tensor is None else version_of(tensor)
+
     def save(self, learning: bool, copies: dict[int, Tensor]) -> None:
         tensor = self.members.get(self.name)
-        version = 0 if tensor is None else version_of(tensor)
+        version = self.current_version()
         fresh = tensor is self.tensor and version == self.version
         # Some writes do not raise the version (``.data``, kernels that update statistics): copy what changes each time.
         if fresh and not learning and not self.changes:

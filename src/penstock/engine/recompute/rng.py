@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock._torch import TorchDispatchMode
 from penstock.engine.forward_context import forward_state
 
-_generators_lock = threading.RLock()
+generators_lock = threading.RLock()
 
 RngStates = list[list[Tensor]]
 """Of one forward: ``_LEARNING`` or ``_LEARNED``, then the generator states at each module that began to draw."""
@@ -155,7 +155,7 @@ class _RngSession:
         call = self.stack[-1]
         if call.before is not None:
             return
-        _generators_lock.acquire()
+        generators_lock.acquire()
         generators = self.rng.generators()
         call.before = [generator.get_state() for generator in generators]
         self.depth += 1
@@ -182,7 +182,7 @@ class _RngSession:
         if self.rng.seed is not None or (self.saved is not None and self.depth == 0):
             for generator, state in zip(self.rng.generators(), call.before, strict=True):
                 generator.set_state(state)
-        _generators_lock.release()
+        generators_lock.release()
 
 
 @dataclass(slots=True)

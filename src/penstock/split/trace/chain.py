@@ -173,18 +173,18 @@ class TraceChain(LayerChain):
     def _join_dependent_layers(self) -> None:
         """Make one layer of those that a cut may not separate.
 
-        They use a value that one of them changes in place, or they call a module that has state of its own.
+        They lie between the origin of a value and its last change in place, or they call a module that has state of its
+        own. Layers after the last change get the value from that layer, as any other.
         """
         marks = list(self.names)
         at: dict[str | None, int] = {mark: i for i, mark in enumerate(marks)}
         for recording in self.planned:
-            made, changed, last = dict[int, int](), dict[int, int](), dict[int, int]()
+            made, changed = dict[int, int](), dict[int, int]()
             for step in recording.steps:
                 place = at.get(step.layer, 0)
-                last |= {recording.storages[ref.number]: place for ref in step.refs() if isinstance(ref, Ref)}
                 made = {recording.storages[n]: place for n in step.outputs if n is not None} | made
                 changed |= {storage: place for storage in step.changes if made.get(storage, place) != place}
-            spans = [(made[storage], last[storage]) for storage in changed]
+            spans = [(made[storage], last) for storage, last in changed.items()]
             calls: dict[str, list[int]] = {}
             for step in recording.steps:
                 if step.module:
@@ -192,7 +192,9 @@ class TraceChain(LayerChain):
             repeated = {path: places for path, places in calls.items() if len({*places}) > 1}
             spans += [(min(p), max(p)) for path, p in repeated.items() if self._state_of(recording, path)]
             for start, end in spans:
-                self.names |= dict.fromkeys(marks[start : end + 1], self.names[marks[start]])
+                joined = {self.names[mark] for mark in marks[start : end + 1]}
+                first = self.names[marks[start]]
+                self.names |= {mark: first for mark, name in self.names.items() if name in joined}
 
     def layer_of(self, recording: Recording, step: Step) -> str:
         placed: dict[str | None, str] = recording.__dict__.setdefault("placed", {})

@@ -284,14 +284,14 @@ def automatic_policy(
 
 
 def heavy_modules(calls: Calls, policy: CutPolicy, order: Sequence[str], stages: int) -> set[str]:
-    """The modules to enter next."""
+    """The modules to enter next, by their parameters, which stages are balanced by."""
     weights: dict[str, int] = {}
     for layer in order:
         path = layer.partition("#")[0]
         if path == START:
             continue
-        own = {id(tensor): tensor.numel() for _, tensor in members(calls.modules[path], path)}
-        weights[path] = 1 + sum(own.values())
+        tensors = (tensor for _, tensor in members(calls.modules[path], path) if isinstance(tensor, nn.Parameter))
+        weights[path] = 1 + sum({id(tensor): tensor.numel() for tensor in tensors}.values())
     able = {
         path
         for path in weights

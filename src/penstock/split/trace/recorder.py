@@ -724,7 +724,9 @@ def can_enter(module: nn.Module) -> bool:
     own = type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
     if own and next(module.children(), None) is None:
         return False
-    return not isinstance(module, (torch.jit.ScriptModule, Lazy, nn.ModuleList, nn.ModuleDict))
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        return False
+    return not isinstance(module, (torch.jit.ScriptModule, Lazy))
 
 
 def user_hooks(module: nn.Module, before: Collection[int] | None = None, model: nn.Module | None = None) -> bool:

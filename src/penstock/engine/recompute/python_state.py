@@ -1,0 +1,248 @@
+"""Python state that a forward changes: a recompute sees the state that the first run saw, and leaves no change.
+
+    F   self.calls 3 ─▶ 4      the value before is saved for this micro-batch: 3
+    R   self.calls 3 ─▶ 4      the first forward again
+        self.calls 5           as before the recompute
+
+State is: attributes of modules, and of objects in them; contents of lists, dicts, sets and deques; random generators of
+modules, and the global ones of Python and NumPy. The first forward in each mode shows which of it changes. Later
+forwards save this alone.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.recompute.rng import generators_lock
+
+MAX_DEPTH = 3  # of objects and containers within the attribute of a module
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # attributes: registered tensors, modules and hooks, and the training flag
+_LIBRARIES = ("torch", "penstock", "builtins", "abc", "typing")
+_PLAIN = (bool, int, float, complex, str, bytes)
+_WITHOUT_STATE = (*_PLAIN, type(None), type, nn.Module, Tensor, FunctionType, MethodType, ModuleType)
+
+SavedPythonState = list[tuple["_State", Any]]
+"""State that a forward changed, with its value before the forward."""
+
+
+class PythonStateGuard:
+    """The Python state of one stage's modules; those of torch have none.
+
+    ``saving`` is entered around a forward that will be recomputed, ``restored`` around the recompute.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = [part for part in module.modules() if not is_library(type(part))]
+        self.changing: list[_State] = []
+        self._mode: object = None
+        self._known: list[object] = []
+
+    def saving(self, mode: object, saved: SavedPythonState) -> AbstractContextManager[None]:
+        """Leave in ``saved`` the values before the forward. ``mode`` is what the forward may depend on."""
+        saved.clear()
+        return nullcontext() if mode is self._mode and not self.changing else self._saving(mode, saved)
+
+    @contextmanager
+    def _saving(self, mode: object, saved: SavedPythonState) -> Iterator[None]:
+        learning = not any(known is mode for known in self._known)
+        with generators_lock if learning or _draws(self.changing) else nullcontext():
+            saved += [(state, state.copy(state.read())) for state in self.changing]
+            every = _find_state(self.modules) if learning else []
+            before = [state.read() for state in every]
+            yield
+            for state, value in zip(every, before, strict=True):
+                changed = state.changed_since(value)
+                if changed is not None and changed.key not in {known.key for known in self.changing}:
+                    self.changing.append(changed)
+                    saved.append((changed, changed.copy(changed.part_of(value))))
+        if learning:
+            self._known.append(mode)
+        self._mode = mode
+
+    def restored(self, saved: SavedPythonState) -> AbstractContextManager[None]:
+        """Around a recompute: the state is that of the first run; afterwards it is the current one."""
+        return _restored(saved) if saved else nullcontext()
+
+
+@contextmanager
+def _restored(saved: SavedPythonState) -> Iterator[None]:
+    with generators_lock if _draws([state for state, _ in saved]) else nullcontext():
+        current = [(state, state.read()) for state, _ in saved]
+        for state, value in saved:
+            state.write(state.copy(value))  # the recompute changes it, and may not be the last
+        try:
+            yield
+        finally:
+            for state, value in current:
+                state.write(value)
+
+
+def _draws(states: list[_State]) -> bool:
+    return any(isinstance(state, _Generator) for state in states)
+
+
+def is_library(kind: type) -> bool:
+    """Whether torch or Penstock define a class and all that it inherits from."""
+    return all(base.__module__.partition(".")[0] in _LIBRARIES for base in kind.__mro__)
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, random.SystemRandom):  # it has no state
+        return False
+    return isinstance(value, (random.Random, torch.Generator)) or type(value).__module__.startswith("numpy.random")
+
+
+def _find_state(modules: list[nn.Module]) -> list[_State]:
+    numpy: Any = sys.modules.get("numpy.random")
+    found: dict[Any, _State] = {}
+    for generator in (random, numpy):
+        if generator is not None:
+            found[id(generator)] = _Generator(generator)
+    for module in modules:
+        state = _Attributes(vars(module))
+        found[state.key] = state
+        for value in state.read().values():
+            _find_in(value, found, MAX_DEPTH)
+    return list(found.values())
+
+
+def _find_in(value: Any, found: dict[Any, _State], depth: int) -> None:
+    if isinstance(value, _WITHOUT_STATE) or depth == 0 or id(value) in found:
+        return
+    state: _State | None = None
+    if _is_generator(value):
+        state = _Generator(value)
+    elif isinstance(value, (list, dict, set, deque)):
+        state = _Container(value)
+        for item in list(value.values() if isinstance(value, dict) else value):
+            _find_in(item, found, depth - 1)
+    elif isinstance(value, tuple):
+        for item in value:
+            _find_in(item, found, depth - 1)
+    elif hasattr(value, "__dict__") and not callable(value) and not is_library(type(value)):
+        state = _Attributes(vars(value))
+        for item in list(vars(value).values()):
+            _find_in(item, found, depth - 1)
+    if state is not None:
+        found[id(value)] = state
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other))
+
+
+def _without_graph(value: Any) -> Any:
+    """A copy of plain containers and of tensors. A tensor of an autograd graph is detached, to free the graph."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return value.detach().clone() if value.grad_fn is None else value.detach()
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_graph, value))
+    return {key: _without_graph(item) for key, item in value.items()} if type(value) is dict else value
+
+
+class _State:
+    """Something that ``read`` copies and ``write`` sets."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+        self.key: Any = id(holder)
+
+    def read(self) -> Any:
+        raise NotImplementedError
+
+    def write(self, value: Any) -> None:
+        raise NotImplementedError
+
+    def copy(self, value: Any) -> Any:
+        return _without_graph(value)
+
+    def changed_since(self, value: Any) -> _State | None:
+        """The part of the state that differs from an earlier value; None if nothing does."""
+        raise NotImplementedError
+
+    def part_of(self, value: Any) -> Any:
+        """Of an earlier value of the whole, the one of this part."""
+        return value
+
+
+class _Attributes(_State):
+    """The attributes of a module or another object: all of them, or one."""
+
+    def __init__(self, holder: dict[str, Any], names: tuple[str, ...] = ()) -> None:
+        super().__init__(holder)
+        self.names = names
+        self.key = (id(holder), names)
+
+    def read(self) -> dict[str, Any]:
+        names = self.names or [name for name in self.holder if name not in _OF_TORCH]
+        return {name: self.holder[name] for name in names if name in self.holder}
+
+    def write(self, value: dict[str, Any]) -> None:
+        for name in self.names:
+            if name in value:
+                self.holder[name] = value[name]
+            else:
+                self.holder.pop(name, None)
+
+    def changed_since(self, value: dict[str, Any]) -> _State | None:
+        now, missing = self.read(), object()
+        names = [name for name in {**value, **now} if not _same(value.get(name, missing), now.get(name, missing))]
+        return _Attributes(self.holder, tuple(names)) if names else None
+
+    def part_of(self, value: dict[str, Any]) -> dict[str, Any]:
+        return {name: value[name] for name in self.names if name in value}
+
+
+class _Container(_State):
+    """The contents of a list, dict, set or deque."""
+
+    def read(self) -> list[Any]:
+        return list(self.holder.items() if isinstance(self.holder, dict) else self.holder)
+
+    def write(self, value: list[Any]) -> None:
+        self.holder.clear()
+        (self.holder.extend if isinstance(self.holder, (list, deque)) else self.holder.update)(value)
+
+    def changed_since(self, value: list[Any]) -> _State | None:
+        now = self.read()
+        if isinstance(self.holder, dict):
+            now, value = [x for pair in now for x in pair], [x for pair in value for x in pair]
+        return None if len(now) == len(value) and all(map(_same, now, value)) else self
+
+
+class _Generator(_State):
+    """The state of a random generator: of Python, of NumPy, or a torch.Generator."""
+
+    def __init__(self, holder: Any) -> None:
+        super().__init__(holder)
+        self.bits: Any = None if isinstance(holder, ModuleType) else getattr(holder, "bit_generator", None)
+
+    def read(self) -> Any:
+        if self.bits is not None:
+            return self.bits.state
+        return self.holder.getstate() if hasattr(self.holder, "getstate") else self.holder.get_state()
+
+    def write(self, value: Any) -> None:
+        if self.bits is not None:
+            self.bits.state = value
+        else:
+            (self.holder.setstate if hasattr(self.holder, "setstate") else self.holder.set_state)(value)
+
+    def copy(self, value: Any) -> Any:
+        return value
+
+    def changed_since(self, value: Any) -> _State | None:
+        now = self.read()
+        same = torch.equal(now, value) if isinstance(now, Tensor) else pickle.dumps(now) == pickle.dumps(value)
+        return None if same else self
