@@ -170,6 +170,13 @@ class LossWeights:
         means = sorted((term for term in terms if term.count is not None), key=lambda term: not term.by_value)
         sums = [term for term in terms if term.count is None]
         if not means:
+            if not sums and len(self.sizes) > 1 and loss.grad_fn is not None:
+                warnings.warn(
+                    f"it cannot be seen what the loss averages over (its last operation is {loss.grad_fn.name()}): "
+                    "micro-batches are weighted by their samples, which is the mini-batch's loss only if that is a "
+                    f"mean over samples. {_REMEDY}",
+                    stacklevel=2,
+                )
             kind, count = ("sum", 1.0) if sums else ("mean", float(self.sizes[k]))
             self._note(k, kind, 1.0 if sums else count, count)
             return loss

@@ -57,6 +57,7 @@ class BufferGuard:
         self.parameters = [
             _BufferEntry(part._parameters, name, f"{path}.{name}" if path else name)
             for path, part in ({} if sharded else dict(module.named_modules())).items()
+            if not isinstance(part, torch.jit.ScriptModule)
             for name in part._parameters
         ]
         self.parameters += [
@@ -104,7 +105,7 @@ class BufferGuard:
             self.parameters = [entry for entry in self.parameters if entry not in changed]
             saved += [entry.take() for entry in changed]
             for entry in self.entries:
-                if entry.tensor is not None and entry.tensor.nbytes > _LARGE:
+                if entry.tensor is not None and num_bytes(entry.tensor) > _LARGE:
                     entry.saved = _NO_COPY
             self._known.add(self._mode)
             self._learning = False
@@ -204,6 +205,11 @@ class _WriteDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return changed
 
 
+def num_bytes(tensor: Tensor) -> int:
+    """The size of a tensor, as if it were dense."""
+    return tensor.numel() * tensor.element_size()
+
+
 @dataclass(slots=True, eq=False)
 class _BufferEntry:
     members: dict[str, Tensor | None]
@@ -228,7 +234,7 @@ class _BufferEntry:
         self.tensor, self.version = tensor, version
         if tensor is None:
             self.saved = None
-        elif learning or self.changes or tensor.nbytes <= _LARGE:
+        elif learning or self.changes or num_bytes(tensor) <= _LARGE:
             if id(tensor) not in copies:  # one buffer may be in two modules
                 copies[id(tensor)] = clone_buffer(tensor)
             self.saved = copies[id(tensor)]
@@ -239,7 +245,8 @@ class _BufferEntry:
         tensor = self.members.get(self.name)
         if self.changes or tensor is not self.tensor or (tensor is not None and version_of(tensor) != self.version):
             return True
-        return by_value and tensor is not None and not torch.equal(tensor, self.saved)
+        comparable = tensor is not None and tensor.layout is torch.strided
+        return by_value and comparable and not torch.equal(tensor, self.saved)  # type: ignore[arg-type]
 
     def take(self) -> tuple[dict[str, Tensor | None], str, Tensor | None]:
         self.changes = True

@@ -160,6 +160,7 @@ class Recorder(Values):
         self.starts, self.lead = starts, lead
         self.tensors, self.answers = tensors, answers
         self.paths = {id(module): path for path, module in modules.items()}
+        self.watched = {id(module) for module in modules.values() if not isinstance(module, torch.jit.ScriptModule)}
         self.context = context_now()
         self.checkpoint: bool | None = None  # whether a checkpoint that is running is a reentrant one
         self.owned = {id(value) for module in modules.values() for value in vars(module).values()}
@@ -314,11 +315,11 @@ class Recorder(Values):
     def attribute_read(self, module: nn.Module, name: str) -> None:
         """Code outside of whole modules reads an attribute of a module, or asks whether there is one."""
         key = (id(module), name)
-        if name in _NOT_WATCHED or (name[:2] == "__" and name[-2:] == "__") or key in self.first_read:
+        if name in _NOT_WATCHED or name[:2] == "__" or key[0] not in self.watched or key in self.first_read:
             return
         attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
         members = (attributes[kind] for kind in ("_modules", "_parameters", "_buffers"))
-        if key[0] in self.paths and key not in self.written and all(kind.get(name) is None for kind in members):
+        if key not in self.written and all(kind.get(name) is None for kind in members):
             self.first_read.add(key)
             self.read.add_attribute(module, name)
 
