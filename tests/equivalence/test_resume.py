@@ -24,9 +24,7 @@ class Net(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, 8)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(8)
-        )
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(8))
         self.head = nn.Linear(8, 20, bias=False)
         self.head.weight = self.embed.weight
         self.layers[2][0].weight.requires_grad_(False)
@@ -60,7 +58,13 @@ def optimizer_of(named: Any) -> tuple[torch.optim.Optimizer, Any]:
 
 
 def pipeline_leg(
-    folder: Path, start: int, dropout: float, stages: int, microbatches: int, mesh: ps.Mesh | None = None, **options: Any
+    folder: Path,
+    start: int,
+    dropout: float,
+    stages: int,
+    microbatches: int,
+    mesh: ps.Mesh | None = None,
+    **options: Any,
 ) -> list[float]:
     """Two steps of a pipeline, from the checkpoint of the step before, and a checkpoint of the step after."""
     plan = ps.split(model(dropout), blocks="layers", stages=stages)

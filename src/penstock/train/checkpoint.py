@@ -12,6 +12,7 @@ A rank reads the tensors of its own stages, so that no rank ever holds more than
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 import shutil
 import sys
@@ -41,6 +42,8 @@ from penstock.train.checkpoint_files import (
 )
 from penstock.train.mesh import Mesh
 from penstock.train.pipeline import Pipeline
+
+logger = logging.getLogger("penstock")
 
 Model = Pipeline | nn.Module
 _groups: weakref.WeakKeyDictionary[Mesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -175,11 +178,8 @@ def load(path: str | Path, pipe: Model, optimizer: Optimizer | None = None, **ob
 class Checkpoints:
     """The checkpoints of a run in one folder: saved every so many steps, the newest ones kept.
 
-        checkpoints = ps.Checkpoints("run", every=100, keep=3)
-        start = checkpoints.load(pipe, optimizer, loader=loader)
-        for step, (x, y) in enumerate(loader, start):
-            …
-            checkpoints.save(step + 1, pipe, optimizer, loader=loader)
+    ``step = checkpoints.load(pipe, optimizer, loader=loader)`` at the start of a script goes on with the newest one;
+    ``checkpoints.save(step, pipe, optimizer, loader=loader)`` after each step saves those that are due.
     """
 
     def __init__(self, folder: str | Path, *, every: int = 1, keep: int | None = None) -> None:
@@ -195,7 +195,7 @@ class Checkpoints:
         return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint whose files are whole, or None. A damaged one is named in a warning and left out.
+        """The newest checkpoint whose files are whole, or None. A damaged one is named in the log and left out.
 
         Every file is read, by one rank where there are several: then all ranks call it.
         """
@@ -213,7 +213,7 @@ class Checkpoints:
             if problem is None:
                 return path  # type: ignore[no-any-return]
             if rank == 0:
-                print(f"penstock: {problem}; the checkpoint before it is taken", file=sys.stderr)
+                logger.warning("%s: it is left out", problem)
         return None
 
     def save(self, step: int, pipe: Model, optimizer: Optimizer | None = None, **options: Any) -> bool:

@@ -5,8 +5,8 @@
       data-3f2a91c0/     tensors, one file per rank; the manifest has their sizes and checksums
         __0_0.distcp  __1_0.distcp  .metadata
 
-Nothing in a checkpoint can run code. Tensors are read with ``weights_only=True``. Torch's own ``.metadata`` is a pickle: it
-is there for other tools, and is not read here.
+Nothing in a checkpoint can run code. Tensors are read with ``weights_only=True``. Torch's own ``.metadata``, a pickle,
+is there for other tools and is not read here.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -118,11 +119,16 @@ def decode(data: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 @contextmanager
-def _single_process() -> Iterator[None]:
-    """Ignore torch's warning that there are no other processes, or that they are not asked."""
+def _torch_errors(problem: str) -> Iterator[None]:
+    """Raise the first rank's error as the package's own. Torch's warning about a single process is left out."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+        try:
+            yield
+        except CheckpointException as error:  # no Exception
+            rank, (cause, _) = min(error.failures.items())
+            first = str(cause).strip().partition("\n")[0]
+            raise CheckpointError(f"{problem}: on rank {rank}, {type(cause).__name__}: {first}") from cause
 
 
 class _Writer(FileSystemWriter):
@@ -149,7 +155,7 @@ def write_checkpoint(
         dist.broadcast_object_list(names, group=group, group_src=0)
     folder = path / names[0]
     writer, planner = _Writer(folder), DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _single_process():
+    with _torch_errors(f"the checkpoint {path} cannot be written"):
         save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     rank = 0 if group is None else dist.get_rank(group)
     own = {file.name: [file.stat().st_size, checksum(file)] for file in folder.glob(f"__{rank}_*")}
@@ -286,5 +292,5 @@ def read_tensors(path: Path, manifest: Mapping[str, Any], targets: dict[str, Ten
     reader = _Reader(path / manifest["data"], Metadata(described, storage_data=places))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     if targets:
-        with _single_process():
+        with _torch_errors(f"the checkpoint {path} cannot be read"):
             load(targets, storage_reader=reader, planner=planner, no_dist=True)
