@@ -15,6 +15,7 @@ import hashlib
 import logging
 import random
 import shutil
+import signal
 import sys
 import threading
 import weakref
@@ -44,6 +45,8 @@ from penstock.train.mesh import Mesh
 from penstock.train.pipeline import Pipeline
 
 logger = logging.getLogger("penstock")
+
+PREEMPTED = 75  # the exit code that stands for "try again later" (EX_TEMPFAIL)
 
 Model = Pipeline | nn.Module
 _groups: weakref.WeakKeyDictionary[Mesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -180,6 +183,10 @@ class Checkpoints:
 
     ``step = checkpoints.load(pipe, optimizer, loader=loader)`` at the start of a script goes on with the newest one;
     ``checkpoints.save(step, pipe, optimizer, loader=loader)`` after each step saves those that are due.
+
+    Once ``save`` was called, SIGTERM (a preemption, the time limit of a SLURM job, a change of an elastic group) does
+    not end the process: the next ``save`` on any rank that got it writes a checkpoint on all ranks, and then ends them
+    with the exit code ``PREEMPTED``. A second SIGTERM ends a process at once. A handler of the program's own stays.
     """
 
     def __init__(self, folder: str | Path, *, every: int = 1, keep: int | None = None) -> None:
@@ -187,6 +194,7 @@ class Checkpoints:
             if number is not None and (type(number) is not int or number < 1):
                 raise PlanError(f"{name} is a number from 1 up, got {number!r}")
         self.folder, self.every, self.keep = Path(folder), every, keep
+        self.preempted = False  # whether this process got SIGTERM
         self._pending: PendingSave | None = None
 
     def paths(self) -> list[Path]:
@@ -221,13 +229,27 @@ class Checkpoints:
 
         ``options`` are those of ``ps.save``. An asynchronous save is waited for before the next one begins.
         """
-        if step % self.every:
+        main = threading.current_thread() is threading.main_thread()
+        if main and not self.preempted and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._preempt)
+        stops = float(self.preempted)
+        if isinstance(pipe, Pipeline):
+            stops = pipe.max_over_ranks(stops)
+        if step % self.every and not stops:
             return False
         self.wait()
         self._pending = save(self.folder / f"step-{step:08d}", pipe, optimizer, step=step, **options)
         if self._pending is None:
-            self._delete(pipe)
+            self._delete_old()
+        if stops:
+            self.wait()
+            logger.warning("preempted: the checkpoint of step %d is in %s", step, self.folder)
+            raise SystemExit(PREEMPTED)
         return True
+
+    def _preempt(self, *_: Any) -> None:
+        self.preempted = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def load(self, pipe: Model, optimizer: Optimizer | None = None, **objects: Any) -> int:
         """Load the newest whole checkpoint; the step to go on with, 0 if there is none."""
@@ -239,9 +261,9 @@ class Checkpoints:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.wait()
-            self._delete(None)
+            self._delete_old()
 
-    def _delete(self, pipe: Model | None) -> None:
+    def _delete_old(self) -> None:
         several = dist.is_available() and dist.is_initialized()
         if self.keep is not None and not (several and dist.get_rank()):
             for old in self.paths()[self.keep :]:
