@@ -37,8 +37,7 @@ def main(folder: str, stages: int, epochs: int, pause: float) -> None:
         loader = ps.DataLoader(samples(), batch_size=32, shuffle=True, pipe=pipe)
         checkpoints = ps.Checkpoints(folder, every=5, keep=2)
         step = checkpoints.load(pipe, optimizer, loader=loader)
-        if step:
-            ps.print0(f"resumed at step {step}, with {plan.num_stages} stages")
+        ps.print0(f"{plan.num_stages} stages, from step {step}")
         while loader.epoch < epochs:
             for x, y in loader:
                 result = pipe.step(x, y)
