@@ -194,7 +194,7 @@ def _preempted(directory: Path) -> bool:
 def _environment(variables: dict[str, str], processes: int, cpu: bool) -> Iterator[None]:
     """The environment that the processes inherit: ``variables``, and as many threads as there are cores for each."""
     before = dict(os.environ)
-    os.environ.update(variables)
+    os.environ.update(variables, PENSTOCK_LAUNCHER=str(os.getpid()))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")  # seconds from a signal until processes are killed
     if cpu:
