@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -431,6 +434,33 @@ def test_gloo_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupGloo", SimpleNamespace())
     with missing("ProcessGroupGloo.Options"):
         _torch.gloo_options()
+
+
+def test_abort_gloo_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks in one process, the first waits for messages that the other neither sends nor receives."""
+    store, groups = dist.HashStore(), {}
+
+    def connect(rank: int) -> None:
+        options = _torch.gloo_options()
+        options._devices, options._timeout = [dist.ProcessGroupGloo.create_default_device()], timedelta(seconds=60)
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, options)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(connect, range(2)))
+        for start in (groups[0].send, groups[0].recv):
+            work = start([torch.ones(2)], 1, 0)
+            waiting = pool.submit(work.wait)
+            with monkeypatch.context() as patch:
+                patch.setattr(ctypes, "CDLL", lambda path: ctypes.pythonapi)  # without these symbols
+                _torch.abort_gloo_work(work)
+            assert not waiting.done()
+            _torch.abort_gloo_work(work)
+            assert waiting.result() is False
+        sums = [pool.submit(lambda group: group.allreduce([torch.ones(2)]), group) for group in groups.values()]
+        for future in sums:
+            _torch.abort_gloo_work(future.result())  # is left alone
+            future.result().wait()
+    _torch.abort_gloo_work(None)
 
 
 @pytest.mark.usefixtures("group")

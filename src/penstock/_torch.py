@@ -10,12 +10,14 @@ Private attributes of public classes (``Tensor._version``, ``nn.Module._buffers`
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -260,6 +262,27 @@ def default_store() -> Any:
 def gloo_options() -> Any:
     """Options of a gloo group: its device, timeout and number of threads."""
     return _find("distributed.ProcessGroupGloo._Options", _find("distributed.ProcessGroupGloo.Options"))()
+
+
+def abort_gloo_work(work: Any) -> None:
+    """Make the wait for a send or a receive of gloo return False, in any thread. Other works are left alone.
+
+    torch has this method in C++ alone. An object of pybind11 holds the address of its C++ object, whose first word is
+    the address of the methods of its class: they tell a send or a receive from everything else.
+    """
+    if not isinstance(work, dist.Work):
+        return
+    address = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        for kind in ("SendWork", "RecvWork"):
+            table = ctypes.c_void_p.in_dll(library, f"_ZTVN4c10d16ProcessGroupGloo8{kind}E")
+            abort = getattr(library, f"_ZN4c10d16ProcessGroupGloo8{kind}5abortEv")
+            methods = ctypes.addressof(table) + 2 * ctypes.sizeof(table)  # after two words of type information
+            if address is not None and ctypes.c_void_p.from_address(address).value == methods:
+                abort(ctypes.c_void_p(address))
+    except (OSError, AttributeError, ValueError):  # another platform or torch: the wait ends with its own timeout
+        return
 
 
 def process_groups() -> list[tuple[dist.ProcessGroup, str]]:

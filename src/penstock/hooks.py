@@ -2,7 +2,7 @@
 
 Training scripts do not need them. Like the names of ``penstock`` itself they are public and documented.
 
-- ``tree_flatten``, ``tree_unflatten``: nested tuples, lists and dicts of tensors;
+- ``tree_flatten``, ``tree_unflatten``, ``map_tensors``: nested tuples, lists and dicts of tensors;
 - ``LayerChain``, ``chain_of``, ``marked_chain``, ``WholeModelChain``, ``build_plan``: from a model to its layers, and
   from groups of layers to a ``Plan``;
 - ``partition``: balanced groups of consecutive costs;  ``parse_bytes``: a size such as ``"16GiB"``;
@@ -15,14 +15,17 @@ Training scripts do not need them. Like the names of ``penstock`` itself they ar
 - ``is_checkpointing``: whether the current forward will be recomputed;
 - ``defer_weight_grad``: called by an ``autograd.Function`` to leave its weight gradient to ``W``;
 - ``verify_skippables``, ``SkipError``, ``SkipUseError``: checks of ``@skippable`` layers, and their errors;
-- ``is_offloaded``: whether an optimizer keeps its state in host memory.
+- ``is_offloaded``: whether an optimizer keeps its state in host memory;
+- ``with_training_modes``: a context in which modules have other ``training`` flags.
 """
 
 from __future__ import annotations
 
+from penstock.engine.executor import with_training_modes
 from penstock.engine.forward_context import is_checkpointing
 from penstock.engine.loss import find_loss
 from penstock.engine.message import flatten as tree_flatten
+from penstock.engine.message import map_tensors
 from penstock.engine.message import unflatten as tree_unflatten
 from penstock.engine.recompute.batchnorm import DeferredStatistics
 from penstock.engine.weightgrad import defer_weight_grad
@@ -42,7 +45,7 @@ from penstock.train.state import clip_grad_norm, grad_norm
 __all__ = [
     "Arguments", "DeferredStatistics", "LayerChain", "Prefetcher", "SkipError", "SkipUseError", "WholeModelChain",
     "begin_block_of", "build_plan", "chain_of", "clip_grad_norm", "cut_points", "defer_weight_grad",
-    "find_loss", "grad_norm", "is_checkpointing", "is_offloaded", "marked_chain", "mentions_marks", "parse_bytes",
-    "partition", "recorder", "remove_begin_block", "tree_flatten", "tree_unflatten",
-    "verify_skippables",
+    "find_loss", "grad_norm", "is_checkpointing", "is_offloaded", "map_tensors", "marked_chain", "mentions_marks",
+    "parse_bytes", "partition", "recorder", "remove_begin_block", "tree_flatten", "tree_unflatten",
+    "verify_skippables", "with_training_modes",
 ]  # fmt: skip

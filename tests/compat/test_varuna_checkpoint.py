@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import penstock as ps
+from penstock.compat.varuna import Varuna
 from tests.compat.varuna_models import TIES, Tower, Words, adam, data, share, tied, tokens, wrapped
 from tests.support.ranks import Ranks
 
@@ -206,3 +208,17 @@ def test_no_checkpoint_another_model_and_a_broken_file(three: Ranks, store: Path
     shutil.rmtree(store / "varuna_ckpt_1")
     for error in three.run(refused, str(store), 1, True, 7):
         assert "has no checkpoint varuna_ckpt_1" in str(error)
+
+
+def test_a_rank_raises_its_own_failure() -> None:
+    """Not that of a rank which has heard of it, and has raised its error and left before."""
+
+    def left(number: float) -> float:
+        raise ps.PipelineError("rank 1 failed: another rank could not read it: see its error")
+
+    def work() -> None:
+        raise OSError("cannot be read")
+
+    model = SimpleNamespace(pipeline=SimpleNamespace(max_over_ranks=left))
+    with pytest.raises(OSError, match="cannot be read"):
+        Varuna._on_all_ranks(model, work, "read it")  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -208,5 +209,12 @@ def test_parallelize_must_be_given_on_all_ranks(four_ranks: Ranks) -> None:
 
 def test_parallelize_needs_a_mesh() -> None:
     plan = ps.split(blocks(), stages=2)
-    with pytest.raises(ps.PlanError, match=r"pass mesh=ps\.Mesh"):
+    with pytest.raises(ps.PlanError, match=r"pass mesh=ps\.Mesh.*stage\.compile\(\)"):
         ps.Pipeline(plan, F.cross_entropy, parallelize=unchanged)
+
+
+def test_parallelize_takes_a_stage_and_the_mesh() -> None:
+    """torch.compile alone takes the module and nothing else: the error is not that of a call inside the pipeline."""
+    plan = ps.split(blocks(), stages=2)
+    with pytest.raises(ps.PlanError, match=r"parallelize\(stage, mesh\).*lambda stage, mesh: torch\.compile\(stage\)"):
+        ps.Pipeline(plan, F.cross_entropy, parallelize=torch.compile)

@@ -517,6 +517,14 @@ def test_different_pipelines_on_ranks_are_named(three: Ranks, what: str) -> None
         assert "on rank 2" not in text
 
 
+def test_plans_that_ranks_have_measured_may_differ(three: Ranks) -> None:
+    """Ranks that each balance by their own measurements once were told no more than that their plans differ."""
+    for text in three.check(different, "plan"):
+        assert "[3, 2, 2] layers" in text
+        assert "[1, 2, 4] layers" in text
+        assert "balance='parameters'" in text
+
+
 def without_meta() -> nn.Module:
     """Fails on the meta device: the layer is not known before it is built."""
     torch.empty(1).item()

@@ -319,6 +319,42 @@ def test_a_killed_process_is_named_by_ranks_that_compute(at: int) -> None:
         assert error.seconds < 3 + SOON
 
 
+def killed_in_a_message(rank: int) -> RaisedError:
+    """Rank 1 is killed when it has sent a part of a large message, which rank 2 reads afterwards: it is stopped before.
+
+    A connection holds a few megabytes. In gloo, its end does not end the wait for a message that has arrived in part.
+    """
+    assert_new_pipeline_works()  # a first step takes its time
+    pipe = pipeline(layered(at1=Slow()), microbatches=2)
+    pid = os.getpid()
+    if rank == 1:
+        threading.Timer(4, os.kill, (pid, signal.SIGKILL)).start()
+    if rank == 2:
+        fork(lambda: (time.sleep(5), os.kill(pid, signal.SIGCONT)))
+        threading.Timer(1, os.kill, (pid, signal.SIGSTOP)).start()
+    large = torch.zeros(1 << 22, 4)  # 32 MB per micro-batch
+    return failing_step(pipe, large, large)
+
+
+class Slow(nn.Module):
+    """An identity whose real forwards take two seconds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            time.sleep(2)
+        return x
+
+
+def test_a_process_that_is_killed_in_a_message_is_named() -> None:
+    """Rank 2 waited for the rest of the message until the time-out of the pipeline."""
+    errors = run_ranks(killed_in_a_message, 3)
+    assert isinstance(errors.pop(1), RankExited)
+    for error in errors:
+        assert isinstance(error, RaisedError), error
+        assert error.rank == 1
+        assert "gone" in error.text
+
+
 class Receives(nn.Module):
     """An identity that communicates with another rank by itself, like a layer that is sharded over ranks."""
 

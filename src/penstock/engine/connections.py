@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.engine.channel.base import Channel, Endpoint, Group, WaitTimer, open_group, uses_nccl
+from penstock.engine.channel.base import Channel, Endpoint, Group, open_group, uses_nccl
 from penstock.engine.channel.dynamic import DynamicBackwardChannel, DynamicEndpoint, DynamicForwardChannel
 from penstock.engine.channel.local import LocalChannel
 from penstock.engine.channel.process import BackwardChannel, ForwardChannel
@@ -42,11 +42,11 @@ class MeshCoordinates(Protocol):
 class Connections:
     """The process groups of one rank. Ranks must open shared groups in the same order."""
 
-    def __init__(self, mesh: MeshCoordinates, watch: Watch, wait_timer: WaitTimer) -> None:
+    def __init__(self, mesh: MeshCoordinates, watch: Watch) -> None:
         self.mesh = mesh
         self.rank, self.ranks = mesh.pipe_rank, mesh.ranks("pipe")
         self.sockets, self.status = watch.sockets, watch.status
-        self.wait_timer = wait_timer  # counts how long this rank waits
+        self.wait_timer = watch.wait_timer
         self.groups: list[Group] = []
 
     def group(self, name: str, ranks: Sequence[int], device: torch.device | None = None) -> Group:
@@ -72,9 +72,7 @@ class Connections:
             if uses_nccl(mesh.device):
                 groups.append(open_group(self.sockets, f"{name} on GPUs", ranks, mesh.rank, mesh.device))
         self.groups += groups
-        found = ReplicaGroup(ranks, mesh.rank, numbers, groups[-1], self.status)
-        found.control.wait_timer = self.wait_timer
-        return found
+        return ReplicaGroup(ranks, mesh.rank, numbers, groups[-1], self.status, self.wait_timer)
 
     def endpoints(self, edges: Sequence[Edge], placement: Sequence[int], name: str, device: torch.device) -> Endpoints:
         """A group of two for every peer and direction in which this rank sends or receives."""

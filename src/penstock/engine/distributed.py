@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.channel.base import ChannelError, WaitTimer, uses_nccl
+from penstock.engine.channel.base import ChannelError, uses_nccl
 from penstock.engine.channel.control import NORM, NUMBER, STATE, STEP, TRACE, ControlChannel
 from penstock.engine.connections import Connections, MeshCoordinates, ProgramCache
 from penstock.engine.executor import Executor, GradStash, PipelineCall, apply_call, with_training_modes
@@ -21,7 +21,7 @@ from penstock.engine.failure.status import LOSS, NEXT_BATCH, REDUCE_GRADS
 from penstock.engine.failure.watch import PipelineStopped, Rendezvous
 from penstock.engine.forward_context import CallerContext, caller_context
 from penstock.engine.loss import Outputs, StepOutcome, check_joinable
-from penstock.engine.message import BorrowedInputs, Grads, Message, backward_inputs, flatten, input_edges, unflatten
+from penstock.engine.message import BorrowedInputs, Grads, Message, backward_inputs, input_edges, map_tensors
 from penstock.engine.microbatch import split_inputs, split_targets
 from penstock.engine.recompute.batchnorm import RunningStatistics, commit_statistics
 from penstock.engine.recorder import AlignedClock, StepRecorder, measure_clock_offset
@@ -70,13 +70,13 @@ class DistributedExecutor(Executor):
         self.device = mesh.device
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
         self.pending: _PendingBackward | None = None  # a mini-batch whose backward is still to come
-        self.wait_timer = WaitTimer()
         self.rendezvous, self.watch, self.status = rendezvous, rendezvous.watch, rendezvous.watch.status
+        self.wait_timer = self.watch.wait_timer
         self.status.stage_ranks = [self.ranks[rank] for rank in self.placement]
         weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive an executor that was not closed
         rendezvous.compare(config)
         self.watch.set_limits(*limits)
-        self.connections = Connections(mesh, self.watch, self.wait_timer)
+        self.connections = Connections(mesh, self.watch)
         host = torch.device("cpu")
         control = self.connections.group("control", range(len(self.ranks)), host)
         self.control = ControlChannel(control, self.ranks, self.status, self.wait_timer)
@@ -277,9 +277,7 @@ class DistributedExecutor(Executor):
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 
     def broadcast(self, value: Any) -> Any:
-        there = self._gather(value, STEP)[self.last_rank]
-        leaves, spec = flatten(there)
-        return unflatten([leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        return map_tensors(self._gather(value, STEP)[self.last_rank], lambda tensor: tensor.to(self.device))
 
     def reduce(self, value: Tensor, largest: bool) -> Tensor:
         pairs = self._gather((float(value), value.dtype == torch.float64), NORM)

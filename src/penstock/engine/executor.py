@@ -337,7 +337,7 @@ class _PipelineFunction(torch.autograd.Function):
 
 @contextmanager
 def with_training_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Set the ``training`` flags of modules to what they were at the forward."""
+    """Set the ``training`` flags of modules, and restore theirs afterwards."""
     now = [(module, module.training) for module, mode in modes if module.training != mode]
     for module, _ in now:
         module.training = not module.training

@@ -49,9 +49,14 @@ def unflatten(leaves: list[Any], spec: Spec) -> Any:
     return leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec)
 
 
-def detach_tensors(value: Any) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """``value`` with each of its tensors replaced by ``function`` of it."""
     leaves, spec = flatten(value)
-    return unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+
+def detach_tensors(value: Any) -> Any:
+    return map_tensors(value, Tensor.detach)
 
 
 # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────

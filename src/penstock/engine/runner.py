@@ -73,7 +73,7 @@ class Bindings:
     backward: Mapping[tuple[int, int], Channel]
     io: PipelineIO
     reduce: Callable[[int], None] | None = None
-    backward_fn: Callable[[StageEngine, Grads, Slot], None] | None = None  # None: the stage's own
+    backward_fn: Callable[[StageEngine, Grads, Slot], None] = StageEngine.backward
 
 
 class CallInfo(NamedTuple):
@@ -128,7 +128,7 @@ class Runner(ProgramPosition):
 
 
 def offload_next_forward(slot: Slot) -> None:
-    slot.offload_next, slot.plain = True, False
+    slot.offload_next = True
 
 
 def forward_first(engine: StageEngine, k: int, slot: Slot, io: PipelineIO) -> None:
@@ -246,9 +246,7 @@ def _bind_action(instruction: Instruction, bindings: Bindings) -> list[BoundCall
         else:
             call = partial(forward_join, engine, k, slot, receives)
     else:
-        backward_fn = engine.input_gradient if kind == "I" else engine.backward
-        if kind == "B" and bindings.backward_fn is not None:
-            backward_fn = partial(bindings.backward_fn, engine)
+        backward_fn = engine.input_gradient if kind == "I" else partial(bindings.backward_fn, engine)
         if not receives:
             call = partial(begin_backward, backward_fn, k, slot, io)
         elif len(receives) == 1:

@@ -82,10 +82,6 @@ class Slot:
     inputs_per_edge: Sequence[int] = ()  # with several incoming edges
     grads: list[Grads] = field(default_factory=list)  # per incoming edge; of the first stage, one
     offload_next: bool = False  # whether the next forward's saved tensors are offloaded to the host
-    plain: bool = True  # whether a forward needs no context, as far as the slot knows
-
-    def __post_init__(self) -> None:
-        self.plain = self.queue is None and self.saved is None
 
 
 def make_slots(program: LoweredProgram, stages: Mapping[int, StageEngine]) -> dict[tuple[int, int], Slot]:
@@ -235,12 +231,7 @@ class StageEngine:
 
     def _run(self, microbatch: int, message: Message, slot: Slot, *, recomputing: bool = False) -> None:
         leaves, spec, wants, shared = message
-        inputs: Sequence[Tensor]
-        if spec is None:  # one tensor, as most messages are
-            inputs = (leaves[0].requires_grad_(),) if wants else ()
-        else:
-            inputs = [leaves[i].requires_grad_() for i in wants]
-        slot.inputs = inputs
+        slot.inputs = inputs = tuple(leaves[i].requires_grad_() for i in wants)
         if slot.saved is not None:
             careful = self.mode is not self.no_input_mutation_recomputing_in
             if careful:  # the saved input must not change
@@ -254,13 +245,10 @@ class StageEngine:
             for i in shared:
                 leaves[i] = version_counted(leaves[i])
         versions = [leaves[i]._version for i in shared] if shared else None
-        value = leaves[0] if spec is None else unflatten(leaves, spec)
+        value = unflatten(leaves, spec)
         try:
-            if slot.plain and self._needs_no_context():
+            with self._forward_contexts(microbatch, slot, leaves, recomputing):
                 output = self._call(microbatch, value, slot)
-            else:
-                with self._forward_contexts(microbatch, slot, leaves, recomputing):
-                    output = self._call(microbatch, value, slot)
         except RuntimeError as error:
             if not careful:
                 self._note_input_mutation(error)
@@ -289,12 +277,12 @@ class StageEngine:
     ) -> AbstractContextManager[Any]:
         """Everything that a forward runs in: offload, the caller's context, RNG, buffers, weight-gradient recording."""
         if self._needs_no_context() and slot.saved is None and not slot.offload_next:
-            assert slot.queue is not None
-            return slot.queue.recording()  # without a stack, which costs more than the recording
+            # Without a stack, which costs more than the recording.
+            return nullcontext() if slot.queue is None else slot.queue.recording()
         stack = ExitStack()
         if slot.offload_next:
             assert self.offload is not None
-            slot.offload_next, slot.plain = False, slot.queue is None and slot.saved is None
+            slot.offload_next = False
             stack.enter_context(self.offload.saving(microbatch, leaves))
         if self.context is not None:
             stack.enter_context(self.context.entered())

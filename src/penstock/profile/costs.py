@@ -224,18 +224,6 @@ class ModelCosts:
                     sent[crossing.src, number] = max(size, sent.get((crossing.src, number), 0.0))
         return total + sum(sent.values())
 
-    def to_json(self) -> str:
-        return Profile((self,)).to_json()
-
-    @classmethod
-    def from_json(cls, text: str, origin: str = "the text") -> ModelCosts:
-        """Parse JSON; ``origin`` names it in errors."""
-        found = Profile.from_json(text, origin).sizes
-        if len(found) > 1:
-            sizes = [costs.samples for costs in found]
-            raise PlanError(f"{origin} has costs for micro-batches of {sizes} samples: read it as a Profile")
-        return found[0]
-
 
 def check_number(value: object, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:

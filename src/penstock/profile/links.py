@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engine.channel.base import Endpoint, WaitTimer
+from penstock.engine.channel.base import Endpoint
 from penstock.engine.channel.local import LocalChannel
 from penstock.engine.connections import Connections, Endpoints
 from penstock.engine.failure.watch import Rendezvous
@@ -86,7 +86,7 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
     if not isinstance(mesh, Mesh):
         raise PlanError(f"links are measured between the ranks of a ps.Mesh, got {type(mesh).__name__}")
     rendezvous = Rendezvous(mesh.world_ranks, mesh.rank)
-    connections = Connections(mesh, rendezvous.watch, WaitTimer())
+    connections = Connections(mesh, rendezvous.watch)
     endpoints: Endpoints = {}
     try:
         rendezvous.compare({"links of values of": f"{size} bytes, {repeats} times", "mesh": mesh.sizes})

@@ -81,6 +81,11 @@ class Costs:
         times = {"f": f, "i": i, "w": w, "b": b, "r": r}
         return cls(latency=comm, activation=1 / v, **{name: t / v for name, t in times.items() if t is not None})
 
+    @property
+    def edges(self) -> tuple[Edge, ...] | None:
+        """The edges for which ``bytes`` are given; None if one number is for all edges."""
+        return tuple(self.bytes) if isinstance(self.bytes, Mapping) else None
+
     def durations(self, num_stages: int) -> dict[str, list[float]]:
         """For each kind of action, its time on each stage."""
         times = {kind: self.of_stages(kind.lower(), num_stages) for kind in "FIW"}

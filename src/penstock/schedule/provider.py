@@ -90,8 +90,10 @@ class ScheduleProvider:
 
     def recomputes(self, stage: int) -> bool:
         """Whether any micro-batch of ``stage`` is recomputed."""
-        orders = () if self._fixed is None else self._fixed.orders
-        return self.recompute[stage] != "never" or any(a.kind == "R" and a.stage == stage for o in orders for a in o)
+        return self.recompute[stage] != "never" or stage in self._recomputed_by_schedule()
+
+    def _recomputed_by_schedule(self) -> set[int]:
+        return set() if self._fixed is None else {stage for stage, _ in self._fixed.recomputed}
 
     def with_merged_ranks(self, merged: Sequence[int]) -> ScheduleProvider:
         """The same schedules on fewer ranks: rank ``merged[r]`` runs the actions of rank ``r``; see ``merge_ranks``."""
@@ -107,8 +109,7 @@ class ScheduleProvider:
         if self._unmerged is not None:
             provider, merged = self._unmerged
             return provider.with_schedule(schedule).with_merged_ranks(merged)
-        orders = () if self._fixed is None else self._fixed.orders
-        recomputed = {action.stage for order in orders for action in order if action.kind == "R"}
+        recomputed = self._recomputed_by_schedule()
         provider = copy.copy(self)
         provider._fixed, provider._previous, provider.name = schedule, self._previous or self, schedule.name
         provider.recompute = tuple("always" if s in recomputed else mode for s, mode in enumerate(self.recompute))

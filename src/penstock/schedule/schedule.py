@@ -75,6 +75,11 @@ class Schedule:
     def kinds(self) -> frozenset[str]:
         return frozenset(action.kind for order in self.orders for action in order)
 
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int]]:
+        """The (stage, micro-batch) pairs whose forward runs again."""
+        return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind == "R")
+
     @property
     def trains(self) -> bool:
         return bool(self.kinds - {"F"})
@@ -259,7 +264,6 @@ def with_recompute(schedule: Schedule, modes: Sequence[str]) -> Schedule:
     ranks, so it runs while the rank waits for the gradient. ``"except_last"`` does not recompute the last micro-batch,
     whose activations are kept. Recomputes that the schedule already has are unchanged.
     """
-    present = {(a.stage, a.microbatch) for order in schedule.orders for a in order if a.kind == "R"}
     last = schedule.num_microbatches - 1
     orders = []
     for order in schedule.orders:
@@ -267,7 +271,7 @@ def with_recompute(schedule: Schedule, modes: Sequence[str]) -> Schedule:
         for action in order:
             stage, kind, k = action
             selected = modes[stage] == "always" or (modes[stage] == "except_last" and k < last)
-            if kind in BACKWARD and selected and (stage, k) not in present:
+            if kind in BACKWARD and selected and (stage, k) not in schedule.recomputed:
                 out.append(Action(stage, "R", k))
             out.append(action)
         orders.append(tuple(out))

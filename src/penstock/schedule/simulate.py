@@ -68,13 +68,12 @@ class Simulation:
         curves = []
         for order, starts, ends in zip(self.schedule.orders, self.starts, self.ends, strict=True):
             curve, kept = [(0.0, 0.0)], 0.0  # memory changes in the order of the rank's actions
-            recomputed = {(a.stage, a.microbatch) for a in order if a.kind == "R"}
             for (stage, kind, microbatch), start, end in zip(order, starts, ends, strict=True):
                 size, keep, checkpoint = sizes[stage], keeps[stage], checkpoints[stage]
                 if kind == "F":
                     kept += size
                     curve.append((start, kept))
-                    if (stage, microbatch) in recomputed:
+                    if (stage, microbatch) in self.schedule.recomputed:
                         kept -= size * (1 - checkpoint)
                         curve.append((end, kept))
                 elif kind == "R":
@@ -162,10 +161,3 @@ class Prediction:
     memory: tuple[float, ...] | None = None  # in total: parameters, gradients, optimizer states, activations
     saved: tuple[float, ...] | None = None  # activations saved for the backward
     samples: int | None = None  # samples per micro-batch for which it holds; None: any
-
-    @classmethod
-    def simulated(cls, by: str, schedule: Schedule, costs: Costs, edges: Iterable[Edge]) -> Prediction:
-        """The simulated time of ``schedule``; and its peaks, if ``costs.activation`` is given, in bytes."""
-        simulation = simulate(schedule, costs, edges)
-        in_bytes = costs.activation != Costs.activation and any(simulation.peak_memory)
-        return cls(simulation.makespan, by, saved=simulation.peak_memory if in_bytes else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -56,6 +57,14 @@ class Options(SimpleNamespace):
             raise PlanError(f"offload must be ps.Offload(…), got {type(self.offload).__name__}")
         if self.offload is not None and self.offload.weights and self.parallelize is not None:
             raise PlanError("parallelize wants weights that stay where they are: leave out Offload(weights=True)")
+        if self.parallelize is not None:
+            try:
+                inspect.signature(self.parallelize).bind("stage", "mesh")
+            except TypeError as error:
+                raise PlanError(
+                    f"parallelize is called as parallelize(stage, mesh), but {self.parallelize!r} cannot be: {error}. "
+                    "Pass a function of both, such as lambda stage, mesh: torch.compile(stage)"
+                ) from None
 
     @property
     def limits(self) -> tuple[Any, Any]:
@@ -82,7 +91,10 @@ def build(
     if mesh is not None and options.devices is not None:
         raise PlanError("devices= is for threads in this process; under a mesh, say Mesh(pipe=…, device=…)")
     if mesh is None and options.parallelize is not None:
-        raise PlanError("parallelize is for stages that several processes work on: pass mesh=ps.Mesh(…), too")
+        raise PlanError(
+            "parallelize is for stages that several processes work on: pass mesh=ps.Mesh(…), too. In one process, "
+            "change the modules of pipe.stage_modules in place, as stage.compile() does"
+        )
     source = _schedules(plan, options, mesh)
     device_of = _devices(plan, options, mesh, source)
     own = [s for s, rank in enumerate(source.placement) if mesh is None or rank == mesh.pipe_rank]

@@ -461,7 +461,7 @@ def find_faster_order(
     The same arguments give the same result on every rank.
     """
     orders = tuple(tuple(action for action in order if action.kind != "R") for order in schedule.orders)
-    again = {action.stage for order in schedule.orders for action in order if action.kind == "R"}
+    again = {stage for stage, _ in schedule.recomputed}
     plain, count = replace(schedule, orders=orders), schedule.num_stages
     times = costs.durations(count)
     extra = [times["R"][s] if s in again else 0.0 for s in range(count)]  # recomputes count in the backwards
@@ -481,6 +481,8 @@ def find_faster_order(
 
 
 def predict_from_costs(by: str, costs: Costs, executor: Executor) -> Prediction:
-    """The simulated step of the executor's order with these costs."""
+    """The simulated step of the executor's order; and its peaks, if ``costs.activation`` is given, in bytes."""
     source = executor.source
-    return Prediction.simulated(by, source.training(source.microbatches), costs, executor.edges)
+    simulation = simulate(source.training(source.microbatches), costs, executor.edges)
+    in_bytes = costs.activation != Costs.activation and any(simulation.peak_memory)
+    return Prediction(simulation.makespan, by, saved=simulation.peak_memory if in_bytes else None)

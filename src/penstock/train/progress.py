@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock._torch import default_store
 from penstock.errors import PlanError
+from penstock.format import count_noun
 from penstock.train.launch import is_rank0
 from penstock.train.pipeline import Pipeline, StepTotals
 
@@ -77,8 +78,7 @@ def progress(
             if ui is None:
                 loop.publish(last=True)
             elif loop.steps:
-                steps = f"{loop.steps} step{'s' * (loop.steps > 1)} in {time.monotonic() - loop.start:.1f} s"
-                ui.line(loop.text(steps))
+                ui.line(loop.text(f"{count_noun(loop.steps, 'step')} in {time.monotonic() - loop.start:.1f} s"))
 
 
 class _Loop:

@@ -62,7 +62,7 @@ def test_what_need_not_be_recomputed_is_kept_again() -> None:
     search = _Search(Segments(chain([10.0] * 4, [1.0] * 4)), ranks, 4, placement_of("loop", 2, 2), 0)
     start = search.first_order(((1, 2, 3, 4), frozenset(range(4))), 0.01)
     search.alternate(start, Random(0), 0.2)
-    assert search.best.recomputed == frozenset()
+    assert search.best.result.schedule.recomputed == frozenset()
 
 
 def all_points(n: int, stages: int) -> list[tuple[tuple[int, ...], frozenset[int]]]:

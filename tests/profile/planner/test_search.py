@@ -92,6 +92,15 @@ def test_what_waits_for_weight_gradients_is_part_of_the_memory() -> None:
         assert ("W" in str(found.result.schedule)) <= (memory == 16.0)
 
 
+def test_a_limit_of_one_rank_holds_where_another_has_none() -> None:
+    """As of a GPU beside a CPU: the limit was ignored, and the rank got the memory of 1F1B."""
+    for memory in ((inf, 8.0), (8.0, inf)):
+        ranks = Ranks((1.0,) * 2, memory, (1.0,) * 2)
+        found = joint_search(Segments(uniform(held=1.0)), ranks, 8, shape="straight", v=1, seconds=0.2)
+        assert found is not None
+        assert all(peak <= limit for peak, limit in zip(found.memory, memory, strict=True)), found.memory
+
+
 def test_messages_between_ranks_take_the_time_of_both_ends() -> None:
     free, dear = uniform(), replace(uniform(), link=Link(0.0, inf, 0.5, 2.0))  # a second for each message of a byte
     ranks, placement = Ranks((1.0, 1.0), (inf, inf), (1.0, 1.0)), (0, 1, 1, 0)

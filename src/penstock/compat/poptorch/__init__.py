@@ -21,10 +21,23 @@ from penstock.compat.poptorch.executor import *  # noqa: F403
 from penstock.compat.poptorch.loader import *  # noqa: F403
 from penstock.compat.poptorch.options import *  # noqa: F403
 
+REFUSED = {
+    "for_loop cond custom_op CPU": "it is for compiled code: write Python in the forward",
+    "ctc_beam_search_decoder MultiConv nms fps dynamic_slice dynamic_update": "use an operator of torch or torchvision",
+    "set_overlap_for_input set_overlap_for_output OverlapMode": "there are no IO tiles: leave it out",
+    "CommGroupType VariableRetrievalMode": "all replicas have the same weights: leave it out",
+    "IPUContext IPUScope": "wrap a module by trainingModel or inferenceModel",
+    "RecoverableError UnrecoverableError": "there is no IPU to reset: catch poptorch.Error",
+    "autocast": "use torch.autocast",
+    "ipuHardwareVersion profiling": "there is no IPU: Options.enableProfiling writes a trace",
+    "PhasedExecution SerialPhasedExecution ParallelPhasedExecution Phase": "phased execution is not supported: "
+    "PipelinedExecution runs the same stages to the same result",
+}
+
 
 def __getattr__(name: str) -> NoReturn:
-    reason = "phased execution is not supported" if "Phase" in name else "it directs an IPU or its compiler"
-    raise enums.UnavailableAttribute(f"poptorch.{name}: {reason}, see the table in docs/migrating.md")
+    remedy = next((remedy for names, remedy in REFUSED.items() if name in names.split()), "see docs/migrating.md")
+    raise enums.UnavailableAttribute(f"poptorch.{name} is not available: {remedy}")
 
 
 def nop(tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,8 +13,8 @@ A call has ``deviceIterations × gradientAccumulation`` turns; in each, every re
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -263,18 +263,9 @@ class PoplarExecutor:
             if wrapped is not None:
                 optimizer.step.__func__._wrapped_by_lr_sched = optimizer._opt_called = True
 
-    @contextmanager
-    def _module_modes(self) -> Iterator[None]:
-        """Set the modules to this executor's train and eval modes, and restore theirs afterwards."""
-        modules = {self.model.get_submodule(path): mode for path, mode in self._modes.items()}
-        before = {module: module.training for module in modules}
-        try:
-            for module, mode in modules.items():
-                module.training = mode
-            yield
-        finally:
-            for module, mode in before.items():
-                module.training = mode
+    def _module_modes(self) -> AbstractContextManager[None]:
+        """A context in which the modules have this executor's train and eval modes."""
+        return hooks.with_training_modes([(self.model.get_submodule(path), mode) for path, mode in self._modes.items()])
 
     def train(self, mode: bool = True) -> Self:
         """Run in training mode from now on; the model's own mode is not changed."""

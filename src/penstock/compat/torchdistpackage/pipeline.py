@@ -24,7 +24,7 @@ from penstock import hooks
 from penstock._torch import ddp_comm_hooks, queue_callback
 from penstock.compat import unwrap_local_errors
 from penstock.compat.torchdistpackage.topology import tpc
-from penstock.hooks import tree_flatten, tree_unflatten
+from penstock.hooks import map_tensors, tree_flatten, tree_unflatten
 
 __all__ = [
     *("CallableModule", "NaiveDDP", "NativeScalerPP", "clip_grad_norm_", "flat_and_partition", "flatten_model"),
@@ -77,7 +77,7 @@ def forward_backward(
         try:
             pipeline.max_over_ranks(0.0)  # a rank that failed, or is gone, is reported here
             count = _agree_on_count(own, num_microbatches, not forward_only)
-            rows = [[_map_tensors(value, partial(_part, count, k)) for value in own] for k in range(count)]
+            rows = [[map_tensors(value, partial(_part, count, k)) for value in own] for k in range(count)]
             stage.begin(fwd_fn, bwd_fn, rows)
             (pipeline.evaluate if forward_only else pipeline.step)(torch.empty(count, 0) if stage.first else None)
             return stage.last_output
@@ -135,12 +135,12 @@ class FunctionStage(nn.Module):
         leaves, spec = tree_flatten(() if self.first else value)
         value = tree_unflatten(leaves, spec)
         if bwd_fn is not None and torch.is_grad_enabled():  # the function has a graph of its own
-            value = _map_tensors(value, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad))
+            value = map_tensors(value, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad))
         inputs, _ = tree_flatten(value)
         values = [*(value if isinstance(value, (tuple, list)) else [value]), *self.rows[current.index]]
         output = fwd_fn(values[0] if len(values) == 1 else values)
         if current.index == len(self.rows) - 1:
-            self.last_output = _map_tensors(output, Tensor.detach)
+            self.last_output = map_tensors(output, Tensor.detach)
         if not torch.is_grad_enabled():
             return torch.zeros(()) if self.last else output
         if bwd_fn is None:
@@ -180,11 +180,6 @@ class _Exit(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         with torch.enable_grad():
             return None, None, None, *ctx.run_backward(grads)
-
-
-def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    leaves, spec = tree_flatten(value)
-    return tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 def _part(count: int, index: int, leaf: Tensor) -> Tensor:

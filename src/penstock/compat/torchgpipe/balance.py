@@ -65,12 +65,8 @@ def _balance(
         raise ValueError("some parameter already has gradient")
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    modes = {part: part.training for part in module.modules()}
-    try:
+    with hooks.with_training_modes([(part, True) for part in module.modules()]):
         return function(module.train(), (given[value],), partitions, device=device, **options)
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
 
 
 def _check_partitions(length: int, partitions: int) -> None:

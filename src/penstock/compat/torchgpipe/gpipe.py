@@ -8,7 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import combinations, islice
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, ClassVar, NoReturn, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -105,7 +105,7 @@ class GPipe(nn.Module):
         config = (self.chunks, recompute)
         if config not in self._pipelines:
             # The partitions are layers of this Sequential, so that hooks on them run.
-            whole = nn.Sequential(OrderedDict((str(j), part) for j, part in enumerate(self.partitions)))
+            whole = nn.Sequential(*self.partitions)
             deferred = any(isinstance(part, DeferredBatchNorm) for part in self.partitions.modules())
             self._pipelines[config] = ps.Pipeline(
                 ps.split(whole, balance=[1] * len(self.partitions)),
@@ -128,19 +128,15 @@ class GPipe(nn.Module):
     def __getitem__(self, index: int) -> nn.Module:
         return list(self)[index]
 
-    def cuda(self, device: Any = None) -> Self:
-        return self.to("cuda")
-
-    def cpu(self) -> Self:
-        return self.to("cpu")
-
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Cast to a dtype. Moving to a device is refused."""
         moves = bool(args) and isinstance(args[0], (torch.device, int, str, Tensor))
-        if moves or "device" in kwargs or "tensor" in kwargs:
-            placement = f"because {self._name} should manage device placement"
-            raise TypeError(f"denied to move parameters and buffers, {placement}")
-        return super().to(*args, **kwargs)
+        return self.cpu() if moves or "device" in kwargs or "tensor" in kwargs else super().to(*args, **kwargs)
+
+    def cpu(self, device: Any = None) -> NoReturn:
+        raise TypeError(f"denied to move parameters and buffers, because {self._name} should manage device placement")
+
+    cuda = cpu
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pipelines": {}}  # a copy starts its own threads

@@ -11,6 +11,7 @@ import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -326,13 +327,14 @@ class Varuna(nn.Module):
 
     def _on_all_ranks(self, work: Callable[[], Any], purpose: str) -> Any:
         """The result of ``work``; where it fails on any rank, raise an error on all."""
-        result, failure = None, None
         try:
             result = work()
-        except Exception as error:
-            failure = error
-        if self.pipeline.max_over_ranks(float(failure is not None)):
-            raise failure or ps.PipelineError(f"another rank could not {purpose}: see its error")
+        except Exception:
+            with suppress(ps.PipelineError):  # of another rank, which has raised its error before
+                self.pipeline.max_over_ranks(1.0)
+            raise
+        if self.pipeline.max_over_ranks(0.0):
+            raise ps.PipelineError(f"another rank could not {purpose}: see its error")
         return result
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -352,13 +354,9 @@ class Varuna(nn.Module):
         """Load this rank's part of the state of the whole model, or of this stage."""
         self.pipeline.load_state_dict(state_dict, strict)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.pipeline.zero_grad(set_to_none)
-
     def train(self, mode: bool = True) -> Varuna:
-        super().train(mode)
         self.pipeline.train(mode)
-        return self
+        return super().train(mode)
 
 
 def _arguments(inputs: Any) -> dict[str, Any]:
@@ -369,8 +367,7 @@ def _arguments(inputs: Any) -> dict[str, Any]:
     sizes = {i: leaf.shape[0] for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()}
     if any(size != 1 for size in sizes.values()):
         leaves = [ps.Broadcast(leaf) if sizes.get(i) == 1 else leaf for i, leaf in enumerate(leaves)]
-    arguments: dict[str, Any] = hooks.tree_unflatten(leaves, spec)
-    return arguments
+    return hooks.tree_unflatten(leaves, spec)  # type: ignore[no-any-return]
 
 
 def _saved_names(plan: ps.Plan) -> tuple[dict[str, str], dict[str, int]]:

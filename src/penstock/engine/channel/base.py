@@ -73,6 +73,19 @@ class WaitTimer:
 
     seconds: float = 0.0
     busy: float = 0.0  # duration of the rank's last program without the waiting in it
+    work: Any = None  # the send or receive that the rank waits for now
+
+    def wait(self, work: Any) -> None:
+        """Wait for a send or receive. Raises ``RuntimeError`` if its connection breaks, or the watch aborts it."""
+        self.work = work
+        del work  # an error keeps this frame alive, and a connection is closed with the last reference to it
+        start = perf_counter()
+        try:
+            if self.work.wait() is False:
+                raise RuntimeError("the wait was aborted, because the pipeline has stopped")
+        finally:
+            self.work = None
+        self.seconds += perf_counter() - start
 
 
 class ChannelError(Exception):
@@ -142,12 +155,10 @@ class Endpoint:
         return works
 
     def wait(self, works: list[Any]) -> None:
-        start = perf_counter()
         try:
             for work, _ in works:
                 if work is not None:
-                    work.wait()
-            self.wait_timer.seconds += perf_counter() - start
+                    self.wait_timer.wait(work)
         except RuntimeError as error:
             works.clear()
             work = None

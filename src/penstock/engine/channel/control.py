@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class ControlChannel:
     group: Group
     ranks: Sequence[int]  # ranks[r] is the world rank of the pipeline's rank r
     status: RankStatus
-    wait_timer: WaitTimer = field(default_factory=WaitTimer)
+    wait_timer: WaitTimer
     call: int = STEP  # the call that this rank is in
     _sending: list[Any] = field(default_factory=list)
 
@@ -83,16 +82,14 @@ class ControlChannel:
     def wait_sends(self) -> None:
         """Wait until all messages that were sent have been received."""
         sending, self._sending = self._sending, []
-        start = perf_counter()
         for rank, work, _ in sending:
             try:
                 with self.status.waiting([self.ranks[rank]], "until its messages are taken by"):
-                    work.wait()
+                    self.wait_timer.wait(work)
             except RuntimeError as error:
                 sending.clear()
                 work = None
                 raise ChannelError(self.ranks[rank], str(error)) from None
-        self.wait_timer.seconds += perf_counter() - start
 
     def close(self) -> None:
         self._sending.clear()
@@ -114,10 +111,8 @@ class ControlChannel:
             raise ChannelError(self.ranks[rank], str(error)) from None
 
     def _recv_tensor(self, rank: int, tensor: torch.Tensor) -> None:
-        start = perf_counter()
         try:
             with self.status.waiting([self.ranks[rank]]):
-                self.group.recv([tensor], rank, 1).wait()
-            self.wait_timer.seconds += perf_counter() - start
+                self.wait_timer.wait(self.group.recv([tensor], rank, 1))
         except RuntimeError as error:
             raise ChannelError(self.ranks[rank], str(error)) from None

@@ -7,7 +7,6 @@ tensor. These take a short path (``InFlight``) without lists and without Python 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Any, NoReturn
 
 import torch
@@ -39,14 +38,12 @@ class InFlight:
         self.tensor = buffer
 
     def wait(self) -> None:
-        work, self.work = self.work, None
-        start = perf_counter()
         try:
-            work.wait()
+            self.wait_timer.wait(self.work)
         except RuntimeError as error:
-            work = None  # the error keeps this frame alive, and a connection is closed with the last reference to it
             raise ChannelError(self.endpoint.peer, str(error)) from None
-        self.wait_timer.seconds += perf_counter() - start
+        finally:
+            self.work = None
 
     def wait_send(self) -> None:
         self.wait()

@@ -1,8 +1,8 @@
 """The sockets of a process: those of one pipeline, which another thread can shut down, and those of other groups.
 
-Waits in gloo and for the store cannot be aborted. But everything that waits for a connection fails when the connection
-is shut down. So a pipeline has its own gloo device, which listens on its own port, and its own connection to
-the store. All of its sockets are identified by their addresses:
+Waits for the store and for collectives of gloo cannot be aborted. But they fail when their connections are shut down.
+So a pipeline has its own gloo device, which listens on its own port, and its own connection to the store. All of its
+sockets are identified by their addresses:
 
     this process                      peer
     listens on 127.0.0.1:4001  ◀────  any port             the local address is our device's

@@ -3,9 +3,10 @@
 Five times a second it checks
 
     - whether a cause was published, or the next rank on the liveness ring is gone. If so, it shuts down this rank's
-      connections: whatever waits for them fails, reads the cause, and raises it. A main thread that computes is
-      interrupted as by Ctrl-C, unless the program has its own handler, and raises the same. If that does not help, it
-      may be in a collective of its stage: connections of other process groups are shut down, too (see ``sockets``);
+      connections, and aborts the send or receive that it waits for: the wait fails, and the main thread reads the cause
+      and raises it. A main thread that computes is interrupted as by Ctrl-C, unless the program has its own handler,
+      and raises the same. If that does not help, it may be in a collective of its stage: connections of other process
+      groups are shut down, too (see ``sockets``);
     - what the main thread is doing, which it sends to the others as a heartbeat about once a second;
     - whether the main thread has waited in one place for long. After ``stuck_after`` seconds it logs what it waits for,
       and what the rank at the end of the chain is doing. After ``timeout`` seconds this is the cause of a failure.
@@ -51,8 +52,8 @@ from weakref import WeakSet
 import torch
 from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
-from penstock._torch import default_store
-from penstock.engine.channel.base import ChannelError
+from penstock._torch import abort_gloo_work, default_store
+from penstock.engine.channel.base import ChannelError, WaitTimer
 from penstock.engine.failure import sockets, status
 from penstock.engine.failure.cause import RANK_CLOSED, Cause, FailureStore, launcher_owns_store, store_unreachable
 from penstock.errors import PenstockError, PipelineError, PlanError
@@ -85,6 +86,7 @@ class Watch:
         """``ranks`` are the world ranks of the mesh, ``rank`` is this one's, and ``name`` the pipeline's."""
         self.rank = rank
         self.status = status.RankStatus()
+        self.wait_timer = WaitTimer()
         self.sockets = sockets.PipelineSockets(store, name)
         self._store = main_store = PrefixStore(name, store)
         self.failures = FailureStore(main_store, ranks, rank)
@@ -237,6 +239,8 @@ class Watch:
                 logger.error("%s", cause.error())
         if self.status.call_depth or snapshot.kind != "idle":
             self.sockets.shut_down()
+            # In gloo, a connection that breaks while a message is on its way does not end the wait for that message.
+            abort_gloo_work(self.wait_timer.work)
         if self.status.call_depth:
             self._end_call(snapshot, now - self._stopped_at)
 
@@ -400,6 +404,7 @@ class Rendezvous:
                     f"the ranks were given different pipelines: {name} is {first} on rank {self.ranks[0]}, but "
                     + ", ".join(f"{value} on rank {rank}" for rank, value in differ.items())
                     + ". Give every rank the same"
+                    + (MEASURED_PLAN if name == "plan" else "")
                 )
 
     def publish(self, value: Mapping[str, Any]) -> list[str]:
@@ -435,6 +440,12 @@ class Rendezvous:
         return [json.loads(self.store.get(key)) for key in keys]
 
 
+MEASURED_PLAN = (
+    ". With sample=, each rank measures layers by itself, and may cut elsewhere: say balance='parameters', the counts "
+    "balance=[…], or load a plan that one rank has saved, ps.Plan.load(path, model)"
+)
+
+
 def pipeline_config(plan: Plan, source: ScheduleProvider, options: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration that must be equal on all ranks: also versions, because messages are pickled."""
     schedule = source.training(source.microbatches)
@@ -445,7 +456,7 @@ def pipeline_config(plan: Plan, source: ScheduleProvider, options: Mapping[str, 
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "micro-batches": source.microbatches,
         "model": plan.require_chain().signature,
-        "plan": f"{plan.num_stages} stages ({digest(str(structure))})",
+        "plan": f"{plan.num_stages} stages of {[*map(len, plan.groups)]} layers ({digest(str(structure))})",
         "schedule": f"{schedule.name} ({digest(str(schedule))})",
         **{name: repr(value) for name, value in options.items()},
     }

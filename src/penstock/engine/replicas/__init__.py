@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.channel.base import ChannelError, Group
+from penstock.engine.channel.base import ChannelError, Group, WaitTimer
 from penstock.engine.channel.control import ControlChannel
 from penstock.engine.failure.status import RankStatus
 
@@ -27,10 +27,18 @@ PendingSum = Callable[[], list[float]]  # waits for sums under way, and returns 
 class ReplicaGroup:
     """The ranks with the same stages, one in each replica. All of them make the same calls in the same order."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, cpu_group: Group, group: Group, status: RankStatus) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        cpu_group: Group,
+        group: Group,
+        status: RankStatus,
+        wait_timer: WaitTimer,
+    ) -> None:
         """``ranks`` are world ranks; ``cpu_group`` is for numbers and host tensors, ``group`` for the device's."""
         self.count = len(ranks)
-        self.control = ControlChannel(cpu_group, ranks, status)
+        self.control = ControlChannel(cpu_group, ranks, status, wait_timer)
         self.status = status
         self.others = [r for r in ranks if r != rank]
         self.cpu_group = cpu_group

@@ -37,8 +37,6 @@ class Segments:
         ]  # a backward may be split or not, whichever is faster
         self.work_before = _cumulative(self.layer_work)
         self._totals: dict[str, list[float]] = {}
-        self._static = _cumulative(layer.static_bytes for layer in layers)
-        self._activation = _cumulative(layer.activation for layer in layers)
         self._has_deferred = any(layer.deferred is not None for layer in layers)
         self._ties: list[tuple[list[int], float]] = []  # layers, and their common static bytes
         for tie in costs.shared:
@@ -72,7 +70,7 @@ class Segments:
 
     def static_bytes(self, i: int, j: int) -> float:
         """Bytes of parameters, gradients, optimizer state and buffers."""
-        size = self._static[j] - self._static[i]
+        size = self.total("static_bytes", i, j)
         for layers, tied in self._ties:
             inside = bisect_right(layers, j - 1) - bisect_right(layers, i - 1)
             size -= tied * max(0, inside - 1)
@@ -80,7 +78,7 @@ class Segments:
 
     def activation_bytes(self, i: int, j: int) -> float:
         """Bytes saved for the backward of one micro-batch."""
-        size = self._activation[j] - self._activation[i]
+        size = self.total("activation", i, j)
         for last, first, shared in self._kept_together:
             if last >= j:
                 break

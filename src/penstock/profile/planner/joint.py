@@ -14,7 +14,9 @@ thousand actions. This is the only module outside ``schedule.search`` that works
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 from random import Random
@@ -31,7 +33,7 @@ from penstock.profile.planner.cuts import (
     stage_costs,
 )
 from penstock.schedule.costs import Costs
-from penstock.schedule.schedule import Edge, Schedule
+from penstock.schedule.schedule import Schedule
 from penstock.schedule.search import SearchResult, auto
 from penstock.schedule.search.lower_bound import lower_bound
 from penstock.schedule.search.orders import encode, simulate_orders, with_recomputes, without_weight_grads
@@ -55,45 +57,38 @@ Point = tuple[Cuts, frozenset[int]]
 
 @dataclass(frozen=True)
 class StageProblem:
-    """Stages to schedule: their costs, which are recomputed, and the memory left on each rank for activations."""
+    """Stages to schedule: their costs, which are recomputed, and the memory left on each rank for activations.
+
+    ``recompute_optional``: an order may keep activations of these stages where there is memory for them.
+    """
 
     costs: Costs
     recomputed: frozenset[int]
     placement: tuple[int, ...]
     m: int
     memory: tuple[float, ...]
-
-    @property
-    def edges(self) -> tuple[Edge, ...] | None:
-        return tuple(self.costs.bytes) if isinstance(self.costs.bytes, dict) else None
+    recompute_optional: bool = False
 
     @property
     def cap(self) -> tuple[float, ...] | None:
-        """Activation memory of each rank; None without a limit."""
-        return None if max(self.memory) == inf else self.memory
+        """Activation memory of each rank; None if no rank has a limit."""
+        return None if min(self.memory) == inf else self.memory
 
     @property
     def seconds_per_move(self) -> float:
         """Typical CPU time of one tabu move, or of adapting an order to other stages."""
         return ((4 * len(self.placement) + len(self.recomputed)) * self.m + 250) / 3.2e6
 
-    def lower_bound(self, *, recompute_optional: bool) -> float:
-        """No order is faster: a rank has to do its work after the first micro-batch has reached it."""
-        costs, placement = self.costs, self.placement
-        times = costs.durations(len(placement))
-        latency = costs.latency if isinstance(costs.latency, float) else 0.0
-        work = [0.0] * len(self.memory)
-        first_arrival = [inf] * len(work)
-        elapsed = 0.0
-        for stage, rank in enumerate(placement):
-            if stage and placement[stage - 1] != rank:
-                elapsed += latency
-            first_arrival[rank] = min(first_arrival[rank], elapsed)
-            elapsed += times["F"][stage]
-            work[rank] += times["F"][stage] + min(times["B"][stage], times["I"][stage] + times["W"][stage])
-            if stage in self.recomputed and not recompute_optional:
-                work[rank] += times["R"][stage]
-        return max(head + self.m * each for head, each in zip(first_arrival, work, strict=True))
+    @cached_property
+    def problem(self) -> Problem:
+        """For the search of orders. Raises a ``ScheduleError`` if no order fits the memory."""
+        problem, _ = make_problem(self.costs, self.placement, self.m, self.cap, self.costs.edges, self.recomputed)
+        return replace(problem, recompute_optional=self.recompute_optional)
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """No order is faster."""
+        return lower_bound(self.problem)
 
 
 def find_order(stages: StageProblem, seconds: float, seed: int = 0) -> SearchResult | None:
@@ -104,8 +99,8 @@ def find_order(stages: StageProblem, seconds: float, seed: int = 0) -> SearchRes
     actions = 3 * len(stages.placement) * stages.m
     try:
         return auto(
-            stages.costs, stages.placement, stages.m, cap=stages.cap, edges=stages.edges, seconds=seconds, seed=seed,
-            recompute=stages.recomputed, repeatable=actions <= DETERMINISTIC_ACTIONS,
+            stages.costs, stages.placement, stages.m, cap=stages.cap, edges=stages.costs.edges, seconds=seconds,
+            seed=seed, recompute=stages.recomputed, repeatable=actions <= DETERMINISTIC_ACTIONS,
         )  # fmt: skip
     except ScheduleError:  # no order within the cap
         return None
@@ -116,23 +111,18 @@ class AdaptedSchedule:
     """An order for the stages of a point, made for other stages; ``seconds`` is infinite if it exceeds the memory.
 
     While cuts move, the order of actions is not searched again: it is adapted to the new stages and improved by tabu
-    search. If the problem says so, recomputes are dropped where there is memory for it.
+    search. Optional recomputes are dropped where there is memory for it.
     """
 
     point: Point
     stages: StageProblem
-    problem: Problem
     orders: Orders
     seconds: float
 
     @classmethod
-    def of(cls, point: Point, stages: StageProblem, orders: Orders | Schedule, optional: bool) -> AdaptedSchedule:
-        """The orders with weight gradients where they are, or placed anew, whichever is faster.
-
-        Raises a ``ScheduleError`` if no order of the stages fits the memory.
-        """
-        problem, _ = make_problem(stages.costs, stages.placement, stages.m, stages.cap, stages.edges, stages.recomputed)
-        problem = replace(problem, recompute_optional=optional)
+    def of(cls, point: Point, stages: StageProblem, orders: Orders | Schedule) -> AdaptedSchedule:
+        """The orders with weight gradients where they are, or placed anew, whichever is faster."""
+        problem = stages.problem
         fused = problem.fusing_pays
         orders = encode(orders, fused) if isinstance(orders, Schedule) else with_recomputes(problem, orders)
         variants = [(evaluate(problem, orders), orders)]
@@ -141,14 +131,14 @@ class AdaptedSchedule:
             filled: Orders = [[] for _ in orders]
             variants.append((place_weight_grads(problem, others, overrun, filled=filled), filled))
         seconds, best = min(variants, key=lambda pair: pair[0])
-        return cls(point, stages, problem, best, seconds)
+        return cls(point, stages, best, seconds)
 
     def improved(self, moves: int, random: Random) -> AdaptedSchedule:
         """The best order found by tabu search with this many moves."""
         if self.seconds == inf:
             return self
-        goal = lower_bound(self.problem)
-        seconds, orders = tabu_search(NodeTable(self.problem), self.orders, moves, random, goal, lambda: False)
+        table, goal = NodeTable(self.stages.problem), self.stages.lower_bound
+        seconds, orders = tabu_search(table, self.orders, moves, random, goal, lambda: False)
         return replace(self, orders=orders, seconds=seconds)
 
 
@@ -160,7 +150,6 @@ class JointResult:
     """Cuts with a schedule for them."""
 
     cuts: Cuts
-    recomputed: frozenset[int]
     costs: Costs
     result: SearchResult
     memory: tuple[float, ...]  # peak bytes of each rank
@@ -223,14 +212,17 @@ class _Search:
         self.try_point(best.point, 0.25 * left)
 
     def stages(self, point: Point) -> StageProblem | None:
-        """The scheduling problem of a point; None if a rank has no memory for the static bytes."""
+        """The scheduling problem of a point; None if no order of it fits the memory."""
         if point not in self._stages:
             cuts, recomputed = point
             costs = stage_costs(self.segments, self.ranks, self.placement, cuts)
             static = rank_static_bytes(self.segments, self.placement, cuts, len(self.ranks))
             left = tuple(limit - size for limit, size in zip(self.ranks.memory, static, strict=True))
-            problem = StageProblem(costs, recomputed, self.placement, self.m, left)
-            self._stages[point] = None if min(left) < 0 else problem
+            stages = StageProblem(costs, recomputed, self.placement, self.m, left, self.ranks.recompute is None)
+            self._stages[point] = None
+            with suppress(ScheduleError):  # no order fits
+                _ = stages.problem
+                self._stages[point] = stages
         return self._stages[point]
 
     def try_point(self, point: Point, seconds: float) -> SearchResult | None:
@@ -244,34 +236,29 @@ class _Search:
         old = self.found.get(point)
         if old is None or found.makespan < old.result.makespan * (1 - 1e-12):
             static = rank_static_bytes(self.segments, self.placement, point[0], len(self.ranks))
-            recomputed = frozenset(a.stage for order in found.schedule.orders for a in order if a.kind == "R")
             memory = tuple(map(sum, zip(static, found.peak_memory, strict=True)))
-            self.found[point] = JointResult(point[0], recomputed, stages.costs, found, memory)
+            self.found[point] = JointResult(point[0], stages.costs, found, memory)
 
     def first_order(self, point: Point, seconds: float) -> AdaptedSchedule:
         """One more order for a point."""
         stages = self.stages(point)
         assert stages is not None
         found = self.try_point(point, seconds) or self.found[point].result
-        return AdaptedSchedule.of(point, stages, found.schedule, self.ranks.recompute is None)
+        return AdaptedSchedule.of(point, stages, found.schedule)
 
     def alternate(self, current: AdaptedSchedule, random: Random, seconds: float) -> AdaptedSchedule:
         """Alternately move cuts and improve the order, for about ``seconds`` of typical CPU time."""
-        optional, effort = self.ranks.recompute is None, 1
-        left = seconds / current.stages.seconds_per_move
+        effort, left = 1, seconds / current.stages.seconds_per_move
         while left > 0:
             near, before = [], current.seconds
             left -= EVALUATION_MOVES
             for point in self._neighbours(current.point):
                 stages = self.stages(point)
-                if stages is not None and stages.lower_bound(recompute_optional=optional) < before:
+                if stages is not None and stages.lower_bound < before:
                     left -= EVALUATION_MOVES
-                    try:
-                        near.append(AdaptedSchedule.of(point, stages, current.orders, optional))
-                    except ScheduleError:  # no order fits the memory
-                        continue
+                    near.append(AdaptedSchedule.of(point, stages, current.orders))
             near = sorted((one for one in near if one.seconds < inf), key=lambda one: one.seconds)
-            if not near and before <= current.stages.lower_bound(recompute_optional=optional) * (1 + 1e-9):
+            if not near and before <= current.stages.lower_bound * (1 + 1e-9):
                 break  # neither other cuts nor another order can be better
             improved = [one.improved(MOVES * effort, random) for one in (current, *near[:NEIGHBOURS])]
             left -= MOVES * effort * len(improved)
@@ -284,10 +271,10 @@ class _Search:
 
     def add_adapted(self, adapted: AdaptedSchedule) -> None:
         if adapted.seconds < inf:
-            problem, stages = adapted.problem, adapted.stages
-            simulation = simulate_orders(problem, adapted.orders, stages.costs, stages.edges or ())
-            makespan, bound = simulation.makespan, min(simulation.makespan, lower_bound(problem))
-            found = SearchResult(simulation.schedule, makespan, bound, simulation.peak_memory, problem.cap)
+            stages, costs = adapted.stages, adapted.stages.costs
+            simulation = simulate_orders(stages.problem, adapted.orders, costs, costs.edges or ())
+            makespan, bound = simulation.makespan, min(simulation.makespan, stages.lower_bound)
+            found = SearchResult(simulation.schedule, makespan, bound, simulation.peak_memory, stages.problem.cap)
             self.add(adapted.point, stages, found)
 
     def _initial_points(self) -> Iterator[Point]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock import _registry
 from penstock.errors import PenstockError, PlanError
-from penstock.format import format_size, format_table, format_time
+from penstock.format import count_noun, format_size, format_table, format_time
 from penstock.profile.planner.cuts import Cuts
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Schedule
@@ -42,8 +42,8 @@ class Configuration:
     def __str__(self) -> str:
         stages = {"straight": "", "loop": f" × {self.v} looped", "v": " × 2 on a V"}[self.shape]
         replicas = f"{self.data} × " if self.data > 1 else ""
-        text = f"{replicas}{self.pipe} rank{'s' * (self.pipe > 1)}{stages}"
-        text += f", {self.microbatches} micro-batch{'es' * (self.microbatches > 1)} of {self.samples}"
+        text = f"{replicas}{count_noun(self.pipe, 'rank')}{stages}"
+        text += f", {count_noun(self.microbatches, 'micro-batch')} of {self.samples}"
         text += f", {self.tensor} devices each" if self.tensor > 1 else ""
         return text + (", recomputed" if self.recompute else "")
 
@@ -65,7 +65,7 @@ class Candidate:
     @property
     def recomputed(self) -> tuple[int, ...]:
         """The stages with recomputed forwards."""
-        return tuple(sorted({a.stage for order in self.schedule.orders for a in order if a.kind == "R"}))
+        return tuple(sorted({stage for stage, _ in self.schedule.recomputed}))
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,7 @@ class PlanResult:
 
     def simulation(self) -> Simulation:
         """The predicted step, without the all-reduce of gradients over replicas at its end."""
-        costs = self.best.costs
-        edges = tuple(costs.bytes) if isinstance(costs.bytes, Mapping) else None
-        return simulate(self.schedule, costs, edges)
+        return simulate(self.schedule, self.best.costs, self.best.costs.edges)
 
     def pipeline(self, loss_fn: Callable[..., Any] | None = None, **options: Any) -> Pipeline:
         """The pipeline of this plan, with further ``options`` of ``ps.Pipeline`` such as ``mesh``."""

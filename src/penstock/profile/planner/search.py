@@ -180,14 +180,15 @@ class _Evaluation:
             self._reject(self.memory_estimate())
             return None
         schedule, costs = found.result.schedule, found.costs
-        edges = tuple(costs.bytes) if isinstance(costs.bytes, dict) else None
-        simulation = simulate(schedule, costs, edges)
+        simulation = simulate(schedule, costs, costs.edges)
         gradients = [0.0] * configuration.pipe
         for rank, (i, j) in zip(self.placement, pairwise((0, *found.cuts)), strict=True):
             gradients[rank] += self.segments.total("gradients", i, j)
         reduced = [self.replica_link.all_reduce_seconds(size, configuration.data) for size in gradients]
         end = max(ends[-1] + seconds for ends, seconds in zip(simulation.ends, reduced, strict=True))
-        saved = None if found.recomputed else tuple(simulate(schedule, replace(costs, keep=1.0), edges).peak_memory)
+        saved = None
+        if not schedule.recomputed:
+            saved = simulate(schedule, replace(costs, keep=1.0), costs.edges).peak_memory
         return Candidate(
             configuration, found.cuts, schedule, end, min(end, found.result.lower_bound), found.memory,
             simulation.bubble, costs, saved,

@@ -276,10 +276,9 @@ def _same_placement(name: str, now: Schedule, m: int) -> Schedule:
     each, rest = divmod(now.num_stages, now.num_ranks)
     if rest:
         raise ScheduleError("some ranks have more stages than others")
-    recomputed = {action[::2] for order in now.orders for action in order if action.kind == "R"}
-    some, last = {stage for stage, _ in recomputed}, now.num_microbatches - 1
+    some, last = {stage for stage, _ in now.recomputed}, now.num_microbatches - 1
     modes = [
-        "never" if stage not in some else "always" if (stage, last) in recomputed else "except_last"
+        "never" if stage not in some else "always" if (stage, last) in now.recomputed else "except_last"
         for stage in range(now.num_stages)
     ]
     return with_recompute(build(name, now.num_ranks, m, each), modes)

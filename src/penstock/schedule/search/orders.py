@@ -20,11 +20,10 @@ def encode(schedule: Schedule, fused: Sequence[bool]) -> Orders:
     orders: Orders = []
     for actions in schedule.orders:
         order: list[int] = []
-        recomputed = {(stage, k) for stage, kind, k in actions if kind == "R"}
         for stage, kind, k in actions:
             if kind == "B" and not fused[stage]:
                 order += (I * count + stage, W * count + stage)
-            elif kind == "F" and (stage, k) in recomputed:
+            elif kind == "F" and (stage, k) in schedule.recomputed:
                 order.append(C * count + stage)
             else:
                 order.append(KINDS.index(kind) * count + stage)
