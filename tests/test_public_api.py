@@ -14,9 +14,9 @@ NAMES = """
     split Plan flatten cut CutPoint Block BeginBlock BlockFunction Stage Lazy balance_by_size balance_by_time
     skippable stash pop Namespace
     Pipeline StepResult Mesh Offload DataLoader GradScaler init progress print0 is_distributed Broadcast
-    current_microbatch is_recomputing keep
+    current_microbatch is_recomputing keep save load Checkpoints
     Schedule Action plan PlanResult Trace
-    PenstockError PlanError ScheduleError PipelineError __version__
+    PenstockError PlanError ScheduleError PipelineError CheckpointError __version__
 """
 
 

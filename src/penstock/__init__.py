@@ -10,6 +10,7 @@ import types as _types
 from typing import TYPE_CHECKING
 
 from penstock import _registry
+from penstock.errors import CheckpointError as CheckpointError
 from penstock.errors import PenstockError as PenstockError
 from penstock.errors import PipelineError as PipelineError
 from penstock.errors import PlanError as PlanError
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from penstock.split.skip import pop as pop
     from penstock.split.skip import skippable as skippable
     from penstock.split.skip import stash as stash
+    from penstock.train.checkpoint import Checkpoints as Checkpoints
+    from penstock.train.checkpoint import load as load
+    from penstock.train.checkpoint import save as save
     from penstock.train.launch import init as init
     from penstock.train.launch import is_distributed as is_distributed
     from penstock.train.launch import print0 as print0
@@ -68,6 +72,7 @@ _NAMES = {
     "split.marks": "BeginBlock Block BlockFunction CutPoint Stage cut",
     "split.plan": "Plan",
     "split.skip": "Namespace pop skippable stash",
+    "train.checkpoint": "Checkpoints load save",
     "train.launch": "init is_distributed print0",
     "train.loader": "DataLoader",
     "train.mesh": "Mesh",

@@ -304,6 +304,15 @@ def nccl_backend(group: dist.ProcessGroup) -> Any:
     return group._get_backend(torch.device("cuda"))
 
 
+def stored_chunk(file: str, offset: int, length: int) -> Any:
+    """Where ``torch.distributed.checkpoint`` finds a tensor, or a chunk of one, in its files."""
+    try:
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+    except ImportError:
+        raise _error("torch.distributed.checkpoint.filesystem._StorageInfo") from None
+    return _StorageInfo(file, offset, length)
+
+
 def ddp_comm_hooks(wrapper: nn.parallel.DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
     """The communication hooks that were registered on a DDP module: its own list, to which one may be added later."""
     hooks: list[tuple[Callable[..., Any], object]] | None = getattr(wrapper, "_comm_hooks", None)

@@ -19,6 +19,10 @@ class PlanError(PenstockError, ValueError):
     stage: int | None = None  # the stage that it concerns, if it is one
 
 
+class CheckpointError(PenstockError, ValueError):
+    """A checkpoint that is damaged or incomplete, or that is of another model, optimizer or loader."""
+
+
 class PipelineError(PenstockError, RuntimeError):
     """A step failed on some rank. The same error is raised on every rank of the pipeline.
 

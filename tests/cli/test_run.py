@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from penstock.cli import main
+from penstock.cli import main, run_worker
 from penstock.cli.run import first_failure
 from penstock.train.launch import usable_cores
 from tests.support.programs import (
@@ -21,6 +21,7 @@ from tests.support.programs import (
     environment,
     forked_python,
     free_port,
+    python,
     run,
     run_commands,
     start_command,
@@ -310,3 +311,12 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "The output of rank 0 is shown" in out
     assert "penstock run --stages 4 train.py --epochs 3" in out
     assert "the error of the first that failed is shown, and its exit code is this command's" in out
+
+
+def test_a_rank_that_starts_after_its_launcher_was_killed_ends(tmp_path: Path) -> None:
+    """The launcher may be killed while a rank's interpreter starts: its parent is then another process already."""
+    script = tmp_path / "script.py"
+    script.write_text("import time\ntime.sleep(600)\n")
+    gone = run(python("-c", "import os; print(os.getpid())"), environment()).stdout.strip()
+    done = run(python(Path(run_worker.__file__), script), environment(PENSTOCK_LAUNCHER=gone))
+    assert done.returncode == 1

@@ -32,9 +32,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.cli import UsageError, option, usage_errors
 from penstock.errors import PenstockError
+from penstock.train.checkpoint import PREEMPTED
 from penstock.train.launch import usable_cores
 
 _WORKER = str(Path(__file__).with_name("run_worker.py"))
+_ELASTIC = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}  # seconds; times
 _LAST_LINES = 30  # shown of the stderr of a rank that recorded no error
 
 _DETAILS = """\
@@ -53,6 +55,9 @@ Examples:
 On two machines, with the same line on both, or with --node-rank 1 on the second:
   penstock run --stages 8 --nnodes 2 --rdzv-endpoint host0:29500 train.py
   penstock run --stages 8 --nnodes 2 --node-rank 0 --master host0:29500 train.py
+
+A run that goes on when machines leave or come, with the same line on each; --stages is then per machine:
+  penstock run --elastic --stages 2 --nnodes 1:4 --rdzv-endpoint host0:29500 train.py
 """
 
 
@@ -70,7 +75,13 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="The script's arguments.")] = None,
     data: Annotated[int, option("Replicas of the pipeline.", min=1)] = 1,
     tensor: Annotated[int, option("Processes that share a rank's layers.", min=1)] = 1,
-    nnodes: Annotated[int, option("Machines, with as many processes each.", min=1)] = 1,
+    nnodes: Annotated[
+        str, option("Machines, with as many processes each; with --elastic, the least and the most.", metavar="N|N:M")
+    ] = "1",
+    elastic: Annotated[
+        bool, option("Start the ranks again after a failure, and when machines leave or come.", "--elastic")
+    ] = False,
+    max_restarts: Annotated[int, option("How often, after failures; with --elastic.", min=0)] = 100,
     node_rank: Annotated[int | None, option("This machine's number; with --master.", min=0)] = None,
     master: Annotated[str | None, option("Address of machine 0, a free port.", metavar="HOST:PORT")] = None,
     rdzv_endpoint: Annotated[
@@ -85,20 +96,25 @@ def run(
 ) -> int:
     """Train a script as a pipeline."""
     total = stages * data * tensor
-    if total % nnodes:
-        raise UsageError(f"{total} processes cannot be shared equally by --nnodes {nnodes} machines")
-    if nnodes == 1 and (master or rdzv_endpoint or node_rank is not None):
+    least, most = _machines(nnodes, elastic)
+    if total % most and not elastic:
+        raise UsageError(f"{total} processes cannot be shared equally by --nnodes {most} machines")
+    if elastic and (data > 1 or tensor > 1):
+        raise UsageError("with --elastic the script divides the ranks: ps.Mesh(data=…); leave out --data and --tensor")
+    if elastic and master:
+        raise UsageError("with --elastic machines have no numbers: give --rdzv-endpoint instead of --master")
+    if most == 1 and (master or rdzv_endpoint or node_rank is not None):
         raise UsageError("--master, --rdzv-endpoint and --node-rank are for several machines: give --nnodes, too")
-    if nnodes > 1 and bool(master) == bool(rdzv_endpoint):
-        raise UsageError(f"{nnodes} machines need one address to connect to: give --rdzv-endpoint or --master")
+    if most > 1 and bool(master) == bool(rdzv_endpoint):
+        raise UsageError(f"{most} machines need one address to connect to: give --rdzv-endpoint or --master")
     endpoint = master or rdzv_endpoint
     host, _, port = (endpoint or "localhost:1").rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UsageError(f"{endpoint!r} is not HOST:PORT")
     if bool(master) != (node_rank is not None):
         raise UsageError("--master needs --node-rank, the number of this machine from 0; --rdzv-endpoint has none")
-    if node_rank is not None and node_rank >= nnodes:
-        raise UsageError(f"--node-rank {node_rank} is too high: --nnodes {nnodes} are numbered from 0 on")
+    if node_rank is not None and node_rank >= most:
+        raise UsageError(f"--node-rank {node_rank} is too high: --nnodes {most} are numbered from 0 on")
     try:
         socket.getaddrinfo(host.strip("[]"), None)
     except (OSError, UnicodeError):
@@ -110,52 +126,77 @@ def run(
     with usage_errors(f"cannot write to --log-dir {log_dir!r}", OSError):
         directory = Path(log_dir or tempfile.mkdtemp(prefix="penstock_"))
         directory.mkdir(parents=True, exist_ok=True)
+    processes = total if elastic else total // most
     config = LaunchConfig(
-        min_nodes=nnodes,
-        max_nodes=nnodes,
-        nproc_per_node=total // nnodes,
+        min_nodes=least,
+        max_nodes=most,
+        nproc_per_node=processes,
         run_id="penstock" if endpoint else uuid.uuid4().hex,
-        max_restarts=0,
+        max_restarts=max_restarts if elastic else 0,
+        monitor_interval=0.1,
         logs_specs=_Logs(directory, all_ranks),
         log_line_prefix_template="[rank ${rank}] ",
         # On one machine, the store is in this process, on a port that the system chooses: any rank may end without it.
         rdzv_backend="static" if master else "c10d",
         rdzv_endpoint=endpoint or "localhost:0",
-        rdzv_configs={"rank": node_rank} if master else {},
+        rdzv_configs=_ELASTIC if elastic else {"rank": node_rank} if master else {},
         local_addr=None if endpoint else "127.0.0.1",
     )
     mesh = {"PENSTOCK_PIPE": str(stages), "PENSTOCK_DATA": str(data), "PENSTOCK_TENSOR": str(tensor)}
     keep = log_dir is not None
     try:
-        with _environment(mesh, total // nnodes, cpu):
+        # A new store for every group: in torch's shared one, machines that stay would look for one that has left.
+        variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if elastic else mesh
+        with _environment(variables, processes, cpu):
             elastic_launch(config, sys.executable)("-u", _WORKER, *(["-m"] * module), script, *(arguments or ()))
         return 0
     except ChildFailedError as error:
+        if _preempted(directory):
+            return PREEMPTED
         summary, text, code = first_failure(error.failures, directory, all_ranks)
         printed = any(file.stat().st_size for file in directory.glob("rank*.*"))
         keep = keep or printed
-        machine = " (the first on this machine)" if nnodes > 1 else ""
+        machine = " (the first on this machine)" if most > 1 else ""
         print(f"\npenstock: {summary}{machine}" + (f":\n\n{text}\n" if text else ""), file=sys.stderr)
         if printed:
             print(f"penstock: the output of ranks other than 0 is in {directory}", file=sys.stderr)
         return code
     except SignalException as error:
-        return 128 + error.sigval
+        return PREEMPTED if _preempted(directory) else 128 + error.sigval
     except (RendezvousError, dist.DistError, TimeoutError) as error:
         at = f" at {endpoint}" if endpoint else ""
-        raise PenstockError(f"the {nnodes} machines did not connect{at}: {error}") from error
+        raise PenstockError(f"the {most} machines did not connect{at}: {error}") from error
     finally:
         if not keep:
             shutil.rmtree(directory, ignore_errors=True)
 
 
+def _machines(nnodes: str, elastic: bool) -> tuple[int, int]:
+    """The least and the most number of machines."""
+    least, _, most = nnodes.partition(":")
+    if not all(n.isdecimal() and int(n) for n in (least, most or least)) or int(least) > int(most or least):
+        raise UsageError(f"--nnodes {nnodes!r} is a number of machines from 1 up, or the least and the most: 1:4")
+    if most and not elastic:
+        raise UsageError(f"--nnodes {nnodes} lets the number of machines change: give --elastic, too")
+    return int(least), int(most or least)
+
+
+def _preempted(directory: Path) -> bool:
+    """Whether ranks have ended with the exit code of a preemption, after they wrote a checkpoint."""
+    for file in directory.glob("error*.json"):
+        with suppress(OSError, ValueError):
+            if json.loads(file.read_text(encoding="utf-8")).get("code") == PREEMPTED:
+                return True
+    return False
+
+
 @contextmanager
-def _environment(mesh: dict[str, str], processes: int, cpu: bool) -> Iterator[None]:
-    """The environment that the processes inherit: the mesh, and as many threads as there are cores for each."""
+def _environment(variables: dict[str, str], processes: int, cpu: bool) -> Iterator[None]:
+    """The environment that the processes inherit: ``variables``, and as many threads as there are cores for each."""
     before = dict(os.environ)
-    os.environ.update(mesh)
+    os.environ.update(variables, PENSTOCK_LAUNCHER=str(os.getpid()))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10")  # seconds from Ctrl-C until processes are killed
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")  # seconds from a signal until processes are killed
     if cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if "LOGLEVEL" not in os.environ:  # torch's launcher logs its own steps when a rank fails

@@ -10,6 +10,7 @@ one of all ranks. The process ends when the launcher's process has ended.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -63,8 +64,12 @@ def _record(text: str, **more: Any) -> None:
 
 
 def _exit_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
+    """End when the launcher has ended; it may have done so before this process got here."""
+    launcher = int(os.environ.get("PENSTOCK_LAUNCHER", parent))
+    with contextlib.suppress(ProcessLookupError):
+        while os.getppid() == parent:
+            os.kill(launcher, 0)
+            time.sleep(0.5)
     os._exit(1)
 
 

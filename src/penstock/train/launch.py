@@ -18,6 +18,7 @@ from typing import TextIO
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from penstock._torch import default_store
@@ -147,6 +148,9 @@ def _join(device: torch.device, backend: str | None, timeout: timedelta | None) 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         store, _, _ = next(rendezvous("env://", rank, world, **({} if timeout is None else {"timeout": timeout})))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # torchrun's store is the same after a restart, with the addresses of processes that have ended.
+            store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
         host = socket.gethostname()
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
         _joins += 1  # the store gathers what backend and threads depend on, before there is a process group

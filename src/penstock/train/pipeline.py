@@ -445,7 +445,7 @@ class Pipeline(PipelineState):
     def __getattr__(self, name: str) -> Any:
         hint = (
             ": a pipeline is no nn.Module. Train it by pipe.step, not by a trainer that calls the model; save "
-            "pipe.state_dict(full=True) and optimizer.state_dict(), not get_state_dict(pipe, optimizer)"
+            "by ps.save(path, pipe, optimizer), not get_state_dict(pipe, optimizer)"
         )
         raise AttributeError(f"'Pipeline' object has no attribute {name!r}{hint if hasattr(nn.Module, name) else ''}")
 

@@ -1,0 +1,537 @@
+"""``ps.save`` and ``ps.load``: checkpoints of a run, from which another number of stages or processes can go on.
+
+Tensors are stored under the names of the plain model, each by one rank that has it:
+
+    model.blocks.3.weight                a parameter or buffer
+    optimizer.blocks.3.weight.exp_avg    the optimizer's state of it
+    random.0.torch                       the random generators of rank 0
+
+A rank reads the tensors of its own stages, so that no rank ever holds more than its share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import shutil
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from penstock.engine.replicas.dtensor import is_dtensor
+from penstock.errors import CheckpointError, PlanError
+from penstock.train.checkpoint_files import (
+    MANIFEST,
+    check_files,
+    decode,
+    encode,
+    read_manifest,
+    read_tensors,
+    write_checkpoint,
+)
+from penstock.train.mesh import Mesh
+from penstock.train.pipeline import Pipeline
+
+logger = logging.getLogger("penstock")
+
+PREEMPTED = 75  # the exit code that stands for "try again later" (EX_TEMPFAIL)
+
+Model = Pipeline | nn.Module
+_groups: weakref.WeakKeyDictionary[Mesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+class PendingSave:
+    """A checkpoint that a thread is writing. ``wait()`` returns when it is there, or raises the error that it met."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(write,), name="penstock checkpoint")
+        self._thread.start()
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The ``step`` and the ``extra`` values of a checkpoint that was loaded."""
+
+    path: Path
+    step: int | None
+    extra: Any
+
+
+def save(
+    path: str | Path,
+    pipe: Model,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    asynchronous: bool = False,
+    **objects: Any,
+) -> PendingSave | None:
+    """Write a checkpoint into the folder ``path``, between two steps. Under a mesh all ranks call it.
+
+    It has the parameters and buffers of ``pipe`` (a pipeline or a plain model) under the model's own names, the
+    optimizer's state by parameter, the random generators of each rank, ``pipe.steps``, and the state of further
+    ``objects`` with a ``state_dict``, the same on all ranks: ``lr_scheduler=…, loader=…, scaler=…``. ``extra`` holds
+    numbers, strings, tensors and containers of them. Gradients are not saved.
+
+    The checkpoint appears when it is whole; one that was at ``path`` stays until then. With ``asynchronous=True`` the
+    call returns when all tensors are copied to host memory, and a thread writes them: ``wait()`` on the result.
+    """
+    path, owner = Path(path), _Owner(pipe)
+    tensors = {f"model.{name}": copies[0] for name, copies in owner.tensors.items()}
+    values = {name: encode(value, f"values.{name}", tensors) for name, value in owner.values.items()}
+    states = {} if optimizer is None else owner.optimizer_states(optimizer, tensors)
+    groups = None if optimizer is None else owner.groups(optimizer)
+    content: dict[str, Any] = {"step": step, "steps": pipe.steps if isinstance(pipe, Pipeline) else step or 0}
+    if owner.rank == 0:
+        content["extra"] = encode(extra, "extra", tensors)
+        content["objects"] = {n: encode(_require_state(n, o), f"objects.{n}", tensors) for n, o in objects.items()}
+    generators = encode(_generator_states(), f"random.{owner.rank}", tensors)
+    if asynchronous:
+        tensors = {name: tensor.clone() if tensor.is_cpu else tensor.cpu() for name, tensor in tensors.items()}
+    group = owner.group()
+
+    def write() -> None:
+        parts: list[Any] = [(generators, values, states, groups)]
+        if group is not None:
+            parts = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, (generators, values, states, groups), group=group)
+        content["random"] = [part[0] for part in parts]
+        content["values"] = {name: value for part in reversed(parts) for name, value in part[1].items()}
+        if optimizer is not None:
+            merged = {name: state for part in reversed(parts) for name, state in part[2].items()}
+            content["optimizer"] = {
+                "class": type(optimizer).__name__,
+                "groups": _merge_groups([part[3] for part in parts]),
+                "states": merged,
+            }
+        write_checkpoint(path, tensors, content, group)
+
+    path.mkdir(parents=True, exist_ok=True)
+    if asynchronous:
+        return PendingSave(write)
+    write()
+    return None
+
+
+def load(path: str | Path, pipe: Model, optimizer: Optimizer | None = None, **objects: Any) -> Loaded:
+    """Restore what ``save`` has written, into a pipeline with any cuts, schedule and mesh, or into a plain model.
+
+    The optimizer and the ``objects`` must be made as they were for the run that was saved, and are given under the
+    same names. Each rank reads its own tensors; files that it reads are checked first. If anything does not fit, an
+    error names it, and parameters and optimizer are unchanged.
+    """
+    path, owner = Path(path), _Owner(pipe)
+    manifest = read_manifest(path)
+    for name, thing in objects.items():
+        _require_state(name, thing)
+        if name not in manifest.get("objects", {}):
+            known = ", ".join(manifest.get("objects", {})) or "none"
+            raise CheckpointError(f"the checkpoint {path} has no state of {name}: it has {known}")
+    owner.check(path, manifest)
+    targets = {f"model.{name}": copies[0] for name, copies in owner.tensors.items()}
+    reader = _TensorReader(manifest, targets)
+    states = None if optimizer is None else owner.stored_states(optimizer, path, manifest, reader)
+    given = {name: decode(manifest["objects"][name], reader.plain) for name in objects}
+    values = {name: decode(value, reader.plain) for name, value in manifest["values"].items()}
+    extra = decode(manifest.get("extra"), reader.plain)
+    saved = manifest["random"]
+    generators = decode(saved[owner.rank] if owner.rank < len(saved) else saved[0], reader.plain)
+    reader.read(path)  # everything fits, and its files were checked: from here on nothing fails
+    with torch.no_grad():
+        for first, *copies in owner.tensors.values():
+            for copy in copies:
+                copy.copy_(first)
+    owner.set_values(values)
+    if optimizer is not None and states is not None:
+        _set_optimizer(optimizer, states, manifest["optimizer"]["groups"])
+    for name, thing in objects.items():
+        thing.load_state_dict(given[name])
+    if isinstance(pipe, Pipeline):
+        pipe.steps = manifest["steps"]
+    _set_generators(generators, owner.rank if owner.rank >= len(saved) else None)
+    return Loaded(path, manifest["step"], extra)
+
+
+class Checkpoints:
+    """The checkpoints of a run in one folder: saved every so many steps, the newest ones kept.
+
+    ``step = checkpoints.load(pipe, optimizer, loader=loader)`` at the start of a script goes on with the newest one;
+    ``checkpoints.save(step, pipe, optimizer, loader=loader)`` after each step saves those that are due.
+
+    Once ``save`` was called, SIGTERM (a preemption, the time limit of a SLURM job, a change of an elastic group) does
+    not end the process: the next ``save`` on any rank that got it writes a checkpoint on all ranks, and then ends them
+    with the exit code ``PREEMPTED``. A second SIGTERM ends a process at once. A handler of the program's own stays.
+    """
+
+    def __init__(self, folder: str | Path, *, every: int = 1, keep: int | None = None) -> None:
+        for name, number in (("every", every), ("keep", keep)):
+            if number is not None and (type(number) is not int or number < 1):
+                raise PlanError(f"{name} is a number from 1 up, got {number!r}")
+        self.folder, self.every, self.keep = Path(folder), every, keep
+        self.preempted = False  # whether this process got SIGTERM
+        self._pending: PendingSave | None = None
+
+    def paths(self) -> list[Path]:
+        """The checkpoints that have a manifest, the newest first."""
+        found = [path.parent for path in self.folder.glob(f"step-*/{MANIFEST}") if path.parent.name[5:].isdigit()]
+        return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint whose files are whole, or None. A damaged one is named in the log and left out.
+
+        Every file is read, by one rank where there are several: then all ranks call it.
+        """
+        several = dist.is_available() and dist.is_initialized()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+        found: list[Any] = [self.paths() if rank == 0 else None]
+        if several:
+            dist.broadcast_object_list(found)
+        for path in found[0]:
+            problems: list[Any] = [_damage(path, rank, world)]
+            if several:
+                own, problems = problems[0], [None] * world
+                dist.all_gather_object(problems, own)
+            problem = next((text for text in problems if text is not None), None)
+            if problem is None:
+                return path  # type: ignore[no-any-return]
+            if rank == 0:
+                logger.warning("%s: it is left out", problem)
+        return None
+
+    def save(self, step: int, pipe: Model, optimizer: Optimizer | None = None, **options: Any) -> bool:
+        """Save if ``step`` is a multiple of ``every``, and delete all but the newest ones; whether it was saved.
+
+        ``options`` are those of ``ps.save``. An asynchronous save is waited for before the next one begins.
+        """
+        main = threading.current_thread() is threading.main_thread()
+        if main and not self.preempted and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._preempt)
+        stops = float(self.preempted)
+        if isinstance(pipe, Pipeline):
+            stops = pipe.max_over_ranks(stops)
+        if step % self.every and not stops:
+            return False
+        self.wait()
+        self._pending = save(self.folder / f"step-{step:08d}", pipe, optimizer, step=step, **options)
+        if self._pending is None:
+            self._delete_old()
+        if stops:
+            self.wait()
+            logger.warning("preempted: the checkpoint of step %d is in %s", step, self.folder)
+            raise SystemExit(PREEMPTED)
+        return True
+
+    def _preempt(self, *_: Any) -> None:
+        self.preempted = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def load(self, pipe: Model, optimizer: Optimizer | None = None, **objects: Any) -> int:
+        """Load the newest whole checkpoint; the step to go on with, 0 if there is none."""
+        path = self.latest()
+        return 0 if path is None else load(path, pipe, optimizer, **objects).step or 0
+
+    def wait(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait()
+            self._delete_old()
+
+    def _delete_old(self) -> None:
+        several = dist.is_available() and dist.is_initialized()
+        if self.keep is not None and not (several and dist.get_rank()):
+            for old in self.paths()[self.keep :]:
+                (old / MANIFEST).unlink()  # from here on it is none
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _damage(path: Path, rank: int, world: int) -> str | None:
+    """What is wrong with a checkpoint, by this rank's part of its files."""
+    try:
+        manifest = read_manifest(path)
+        check_files(path, manifest, sorted(manifest["files"])[rank::world])
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+# ── the state of a pipeline or a model ───────────────────────────────────────────────────────────────────────────────
+
+
+class _Owner:
+    """The tensors of a pipeline's stages in this process, or of a plain model, by the plain model's names.
+
+    A tied parameter has the first of its names; it may have copies on several devices.
+    """
+
+    def __init__(self, pipe: Model) -> None:
+        if not isinstance(pipe, (Pipeline, nn.Module)):
+            raise PlanError(f"a checkpoint is of a ps.Pipeline or an nn.Module, got {type(pipe).__name__}")
+        self.pipe = pipe
+        self.mesh = pipe.mesh if isinstance(pipe, Pipeline) else None
+        self.rank = 0 if self.mesh is None else self.mesh.world_ranks.index(self.mesh.rank)
+        model = pipe._model if isinstance(pipe, Pipeline) else pipe
+        modules = list(pipe._modules.values()) if isinstance(pipe, Pipeline) else [pipe]
+        self.fqn: Callable[[str], str] = pipe._fqn if isinstance(pipe, Pipeline) else str
+        self.first_name: dict[str, str] = {}
+        firsts: dict[int, str] = {}
+        members = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        for name, tensor in chain(*members):
+            self.first_name[self.fqn(name)] = firsts.setdefault(id(tensor), self.fqn(name))
+        if isinstance(pipe, Pipeline):
+            for tie in pipe.plan.ties:
+                self.first_name |= dict.fromkeys(tie.names, self.first_name[tie.names[0]])
+        self.tensors: dict[str, list[Tensor]] = {}
+        self.values: dict[str, Any] = {}  # extra state of modules that is no tensor
+        self.names: dict[int, str] = {}  # of parameters, by identity
+        for module in modules:
+            for name, tensor in module.named_parameters(remove_duplicate=False):
+                self.names[id(tensor)] = self._first(name)
+            for name, value in module.state_dict().items():
+                if isinstance(value, Tensor):
+                    self.tensors.setdefault(self._first(name), []).append(value)
+                else:
+                    self.values[self.fqn(name)] = value
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(id(tensor), self._first(name))
+        self.expected = {self._first(name) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+    def _first(self, name: str) -> str:
+        return self.first_name.get(self.fqn(name), self.fqn(name))
+
+    def group(self) -> dist.ProcessGroup | None:
+        """A group of the mesh's processes for checkpoints alone, on the CPU: a thread may use it."""
+        if self.mesh is None:
+            return None
+        if self.mesh not in _groups:
+            ranks = list(self.mesh.world_ranks)
+            part = len(ranks) < dist.get_world_size()
+            _groups[self.mesh] = dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
+        return _groups[self.mesh]
+
+    def check(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        """Raise an error if the checkpoint is of another model."""
+        stored = {name.removeprefix("model.") for name in manifest["tensors"] if name.startswith("model.")}
+        missing, unexpected = sorted(self.expected - stored), sorted(stored - self.expected)
+        if missing or unexpected:
+            raise CheckpointError(
+                f"the checkpoint {path} is of another model: it lacks {_some(missing)} and has {_some(unexpected)}"
+            )
+        for name, (tensor, *_) in self.tensors.items():
+            shape = manifest["tensors"][f"model.{name}"][1]
+            if shape != [*tensor.shape]:
+                text = f"{name} has the shape {tuple(shape)} there and {tuple(tensor.shape)} here"
+                raise CheckpointError(f"the checkpoint {path} is of another model: {text}")
+
+    def set_values(self, values: Mapping[str, Any]) -> None:
+        own = {name: values[name] for name in self.values if name in values}
+        if own and isinstance(self.pipe, Pipeline):
+            self.pipe.load_state_dict({**self.pipe.state_dict(), **own}, strict=False)
+        elif own:
+            self.pipe.load_state_dict(own, strict=False)
+
+    # ── optimizer ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _parameters(self, optimizer: Optimizer) -> list[list[tuple[str, Tensor]]]:
+        """The optimizer's parameters by group, with their names."""
+        if isinstance(optimizer, LBFGS):
+            raise PlanError("LBFGS keeps one state for all its parameters, which cannot be divided by name")
+        found: list[list[tuple[str, Tensor]]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            found.append([])
+            for parameter in group["params"]:
+                if id(parameter) in self.names:
+                    found[-1].append((self.names[id(parameter)], parameter))
+                elif parameter.numel():  # a rank without parameters has an empty one
+                    shape = tuple(parameter.shape)
+                    raise PlanError(
+                        f"a parameter of shape {shape} in group {number} of the optimizer is not one of the "
+                        "pipeline's: make the optimizer from pipe.parameters() or pipe.named_parameters()"
+                    )
+        return found
+
+    def groups(self, optimizer: Optimizer) -> list[Any]:
+        """Each parameter group's options and names of parameters."""
+        tensors: dict[str, Tensor] = {}
+        rows = []
+        for group, parameters in zip(optimizer.param_groups, self._parameters(optimizer), strict=True):
+            options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+            rows.append([encode(options, "optimizer", tensors), [name for name, _ in parameters]])
+        return rows
+
+    def optimizer_states(self, optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        states: dict[str, Any] = {}
+        for name, parameter in (entry for row in self._parameters(optimizer) for entry in row):
+            if name not in states and parameter in optimizer.state:
+                states[name] = encode(dict(optimizer.state[parameter]), f"optimizer.{name}", tensors)
+        return states
+
+    def stored_states(
+        self, optimizer: Optimizer, path: Path, manifest: Mapping[str, Any], reader: _TensorReader
+    ) -> dict[Tensor, Any]:
+        """The states of this process's parameters in the checkpoint, whose tensors are read later."""
+        stored = manifest.get("optimizer")
+        if stored is None:
+            raise CheckpointError(f"the checkpoint {path} has no optimizer: leave it out")
+        if stored["class"] != type(optimizer).__name__:
+            kind = type(optimizer).__name__
+            raise CheckpointError(f"the checkpoint {path} has the state of {stored['class']}, and was given {kind}")
+        here = self._parameters(optimizer)
+        if len(here) != len(stored["groups"]):
+            counts = f"{len(stored['groups'])} parameter groups, and was given {len(here)}"
+            raise CheckpointError(f"the optimizer of the checkpoint {path} has {counts}")
+        states: dict[Tensor, Any] = {}
+        for number, (row, (_, names)) in enumerate(zip(here, stored["groups"], strict=True)):
+            group = optimizer.param_groups[number]
+            for name, parameter in row:
+                if name not in names:
+                    raise CheckpointError(f"{name} is in group {number} of the optimizer, but not so in {path}")
+                if name in stored["states"]:
+                    make = reader.like(parameter, bool(group.get("fused") or group.get("capturable")))
+                    states[parameter] = decode(stored["states"][name], make)
+        return states
+
+
+def _merge_groups(rows: list[list[Any]]) -> list[Any]:
+    """The parameter groups of all ranks: one set of options per group, and the names of all ranks' parameters."""
+    if len({len(row) for row in rows}) > 1:
+        raise PlanError(f"the ranks' optimizers have different numbers of groups: {[len(row) for row in rows]}")
+    merged = []
+    for same in zip(*rows, strict=True):
+        names = dict.fromkeys(name for _, names in same for name in names)
+        merged.append([same[0][0], list(names)])
+    return merged
+
+
+def _set_optimizer(optimizer: Optimizer, states: Mapping[Tensor, Any], groups: list[Any]) -> None:
+    """Load states and the options of groups. Tensors keep the dtype that they were saved with."""
+    packed, number = optimizer.state_dict(), 0
+    packed["state"] = {}
+    for group, (options, _), own in zip(packed["param_groups"], groups, optimizer.param_groups, strict=True):
+        for key, value in decode(options, _no_tensor).items():
+            if key not in ("foreach", "fused", "capturable", "differentiable"):  # how it computes, not what
+                before = group.get(key)
+                group[key] = torch.full_like(before, value) if isinstance(before, Tensor) else value
+        for parameter in own["params"]:
+            if parameter in states:
+                packed["state"][number] = states[parameter]
+            number += 1
+    optimizer.load_state_dict(packed)
+    for parameter, state in states.items():  # torch gives them the parameter's dtype
+        for key, value in state.items():
+            now = optimizer.state[parameter].get(key)
+            if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                optimizer.state[parameter][key] = value
+
+
+def _no_tensor(name: str) -> Tensor:
+    raise CheckpointError(f"the manifest has a tensor, {name}, among the options of an optimizer")
+
+
+class _TensorReader:
+    """Makes the tensors that a checkpoint will be read into."""
+
+    def __init__(self, manifest: Mapping[str, Any], targets: dict[str, Tensor]) -> None:
+        self.manifest, self.targets = manifest, targets
+        self.copies: list[tuple[str, Tensor]] = []
+
+    def _meta(self, name: Any) -> tuple[torch.dtype, list[int]]:
+        if name not in self.manifest["tensors"]:
+            raise CheckpointError(f"the manifest names a tensor that the checkpoint does not have: {name}")
+        dtype, shape, _ = self.manifest["tensors"][name]
+        return getattr(torch, dtype), shape
+
+    def plain(self, name: str) -> Tensor:
+        dtype, shape = self._meta(name)
+        if name not in self.targets:
+            self.targets[name] = torch.empty(shape, dtype=dtype)
+        return self.targets[name]
+
+    def like(self, parameter: Tensor, scalars_on_device: bool) -> Callable[[str], Tensor]:
+        """Tensors on the device of a parameter, sharded as it is; numbers on the CPU, unless ``scalars_on_device``."""
+
+        def make(name: str) -> Tensor:
+            dtype, shape = self._meta(name)
+            if is_dtensor(parameter) and shape == [*parameter.shape]:
+                made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                host = not shape and not scalars_on_device
+                made = torch.empty(shape, dtype=dtype, device="cpu" if host else parameter.device)
+            if name in self.targets:  # the state of another copy of a tied parameter
+                self.copies.append((name, made))
+            self.targets.setdefault(name, made)
+            return made
+
+        return make
+
+    def read(self, path: Path) -> None:
+        read_tensors(path, self.manifest, self.targets)
+        for name, copy in self.copies:
+            copy.copy_(self.targets[name])
+
+
+def _require_state(name: str, thing: Any) -> Any:
+    if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
+        raise PlanError(f"{name} is a {type(thing).__name__} without state_dict and load_state_dict: use extra= for it")
+    return thing.state_dict()
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:5])} and {len(names) - 5} more" if len(names) > 5 else ", ".join(names) or "nothing"
+
+
+# ── random generators ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _generator_states() -> dict[str, Any]:
+    numpy: Any = sys.modules.get("numpy")
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
+    }
+
+
+def _set_generators(states: Mapping[str, Any], new_rank: int | None) -> None:
+    """Set the generators. A rank that the saved run did not have seeds them from the first rank's."""
+    if new_rank is not None:
+        digest = hashlib.sha256(bytes(states["torch"].tolist()) + str(new_rank).encode()).digest()
+        seed = int.from_bytes(digest[:4], "little")
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+        return
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    random.setstate(states["python"])
+    if states["numpy"] is not None and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(states["numpy"])

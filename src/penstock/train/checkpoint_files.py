@@ -1,0 +1,296 @@
+"""The files of a checkpoint: tensors as ``torch.distributed.checkpoint`` writes them, all else in a manifest of JSON.
+
+    run/step-00000100/
+      penstock.json      the manifest, written last and replaced as a whole: without it there is no checkpoint
+      data-3f2a91c0/     tensors, one file per rank; the manifest has their sizes and checksums
+        __0_0.distcp  __1_0.distcp  .metadata
+
+Nothing in a checkpoint can run code. Tensors are read with ``weights_only=True``. Torch's own ``.metadata``, a pickle,
+is there for other tools and is not read here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import uuid
+import warnings
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from penstock._torch import stored_chunk
+from penstock.errors import CheckpointError
+
+MANIFEST = "penstock.json"
+FORMAT = "penstock checkpoint 1"
+_BLOCK = 1 << 24  # bytes
+
+# ── Python values as JSON ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """``value`` as JSON data. Its tensors are added to ``tensors``, under names that begin with ``name``."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, Tensor):
+        return {"tensor": _add(value.detach(), name, tensors)}
+    if kind in (list, tuple, set, deque):
+        items = [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
+        return items if kind is list else {kind.__name__: items}
+    if isinstance(value, Mapping):
+        pairs = [[encode(key, name, tensors), encode(item, f"{name}.{key}", tensors)] for key, item in value.items()]
+        return {"counter" if kind is Counter else "dict": pairs}
+    if kind is bytes:
+        return {"bytes": value.hex()}
+    if kind in (torch.dtype, torch.device):
+        return {kind.__name__: str(value).removeprefix("torch.")}
+    if hasattr(value, "__array__"):  # NumPy
+        array = torch.as_tensor(value)
+        return {"array": _add(array, name, tensors)} if array.dim() else array.item()
+    raise CheckpointError(
+        f"{name} is a {kind.__name__}: a checkpoint holds numbers, strings, tensors, and lists, tuples and dicts of "
+        "them"
+    )
+
+
+def _add(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
+    while name in tensors:
+        name += "'"
+    tensors[name] = tensor
+    return name
+
+
+def decode(data: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The value that was encoded, with ``tensor(name)`` for its tensors."""
+    if isinstance(data, list):
+        return [decode(item, tensor) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if len(data) != 1:
+        raise CheckpointError("the manifest has an entry that is no encoded value")
+    ((kind, inner),) = data.items()
+    if kind in ("dict", "counter"):
+        pairs = [(decode(key, tensor), decode(item, tensor)) for key, item in inner]
+        return Counter(dict(pairs)) if kind == "counter" else dict(pairs)
+    sequences: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "deque": deque}
+    if kind in sequences:
+        return sequences[kind](decode(item, tensor) for item in inner)
+    if kind == "tensor":
+        return tensor(inner)
+    if kind == "array":
+        return tensor(inner).numpy()
+    if kind == "float":
+        return float(inner)
+    if kind == "bytes":
+        return bytes.fromhex(inner)
+    if kind == "device":
+        return torch.device(inner)
+    if kind == "dtype" and isinstance(getattr(torch, inner, None), torch.dtype):
+        return getattr(torch, inner)
+    raise CheckpointError(f"the manifest has a value of the unknown kind {kind!r}")
+
+
+# ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def _torch_errors(problem: str) -> Iterator[None]:
+    """Raise the first rank's error as the package's own. Torch's warning about a single process is left out."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as error:  # no Exception
+            rank, (cause, _) = min(error.failures.items())
+            first = str(cause).strip().partition("\n")[0]
+            raise CheckpointError(f"{problem}: on rank {rank}, {type(cause).__name__}: {first}") from cause
+
+
+class _Writer(FileSystemWriter):
+    """Keeps the metadata that the coordinator has collected."""
+
+    metadata: Metadata | None = None
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        super().finish(metadata, results)
+        self.metadata = metadata
+
+
+def write_checkpoint(
+    path: Path, tensors: dict[str, Tensor], content: Mapping[str, Any] | None, group: dist.ProcessGroup | None
+) -> None:
+    """Write the tensors of all ranks of ``group`` and the first rank's ``content``. All ranks call it.
+
+    A tensor that several ranks have under one name is written by one of them. The new manifest replaces an old one at
+    once, and only then are the old files deleted: at any moment there is one whole checkpoint.
+    """
+    first = group is None or dist.get_rank(group) == 0
+    names = [f"data-{uuid.uuid4().hex[:8]}"]
+    if group is not None:
+        dist.broadcast_object_list(names, group=group, group_src=0)
+    folder = path / names[0]
+    writer, planner = _Writer(folder), DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _torch_errors(f"the checkpoint {path} cannot be written"):
+        save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    rank = 0 if group is None else dist.get_rank(group)
+    own = {file.name: [file.stat().st_size, checksum(file)] for file in folder.glob(f"__{rank}_*")}
+    parts: list[Any] = [own]
+    if group is not None:
+        parts = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, own, group=group)
+    error: list[str | None] = [None]
+    if first:
+        assert writer.metadata is not None
+        files = {name: entry for part in parts for name, entry in part.items()}
+        described = {"format": FORMAT, "data": names[0], "files": files, "tensors": _describe(writer.metadata)}
+        try:
+            _replace(path, json.dumps({**described, **(content or {})}, separators=(",", ":")))
+        except OSError as failure:
+            error = [f"{path / MANIFEST} cannot be written: {failure}"]
+    if group is not None:  # no rank goes on before the checkpoint is there
+        dist.broadcast_object_list(error, group=group, group_src=0)
+    if error[0] is not None:
+        raise CheckpointError(error[0])
+
+
+def _describe(metadata: Metadata) -> dict[str, Any]:
+    """By tensor: dtype, shape, and for each chunk its offsets, its sizes, and its place in a file."""
+    found: dict[str, Any] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        chunks = []
+        for chunk in entry.chunks:
+            at = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            chunks.append([[*chunk.offsets], [*chunk.sizes], at.relative_path, at.offset, at.length])
+        found[name] = [str(entry.properties.dtype).removeprefix("torch."), [*entry.size], chunks]
+    return found
+
+
+def _replace(path: Path, manifest: str) -> None:
+    """Make ``manifest`` the manifest of the checkpoint at ``path``, and delete the files of the one before."""
+    data = json.loads(manifest)["data"]
+    _sync(path / data)
+    aside = path / f"{MANIFEST}.{data}"
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(manifest)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path / MANIFEST)
+    _sync(path)
+    _sync(path.parent)
+    for old in path.iterdir():
+        if old.name.startswith(("data-", f"{MANIFEST}.")) and old.name != data:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+
+
+def _sync(folder: Path) -> None:
+    """Write a folder's list of files to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def checksum(file: Path) -> str:
+    value = 0
+    with open(file, "rb") as stream:
+        while block := stream.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return f"{value:08x}"
+
+
+# ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, checked for its form."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint at {path}: it has no {MANIFEST}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path / MANIFEST} is no manifest of a {FORMAT!r}")
+    try:
+        names = {str(manifest["data"]), *manifest["files"]}
+        sound = all(name not in ("", "..") and Path(name).name == name for name in names)
+        for size, digest in manifest["files"].values():
+            sound = sound and type(size) is int and type(digest) is str
+        for dtype, shape, chunks in manifest["tensors"].values():
+            sound = sound and isinstance(getattr(torch, dtype), torch.dtype) and all(type(n) is int for n in shape)
+            for offsets, sizes, file, offset, length in chunks:
+                sound = sound and file in manifest["files"] and len(offsets) == len(sizes) == len(shape)
+                sound = sound and all(type(n) is int and n >= 0 for n in (*offsets, *sizes, offset, length))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        sound = False
+    if not sound:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: its list of tensors or files is malformed")
+    return manifest
+
+
+def check_files(path: Path, manifest: Mapping[str, Any], names: Collection[str]) -> None:
+    """Raise an error if one of the files is missing or damaged."""
+    for name in names:
+        file, (size, digest) = path / manifest["data"] / name, manifest["files"][name]
+        if not file.is_file():
+            raise CheckpointError(f"the checkpoint {path} is incomplete: {file.name} is missing")
+        found = file.stat().st_size
+        if found != size:
+            raise CheckpointError(f"the checkpoint {path} is damaged: {name} has {found} bytes, not {size}")
+        if checksum(file) != digest:
+            raise CheckpointError(f"the checkpoint {path} is damaged: the checksum of {name} differs")
+
+
+class _Reader(FileSystemReader):
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+
+def read_tensors(path: Path, manifest: Mapping[str, Any], targets: dict[str, Tensor]) -> None:
+    """Fill the tensors, or this process's shards of DTensors, with those of a checkpoint. Its files are checked."""
+    described: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    for name in targets:
+        dtype, shape, chunks = manifest["tensors"][name]
+        properties = TensorProperties(dtype=getattr(torch, dtype))
+        stored = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in chunks]
+        described[name] = TensorStorageMetadata(properties, torch.Size(shape), stored)
+        for offsets, _, file, offset, length in chunks:
+            places[MetadataIndex(name, offsets)] = stored_chunk(file, offset, length)
+    check_files(path, manifest, sorted({chunk[2] for name in targets for chunk in manifest["tensors"][name][2]}))
+    reader = _Reader(path / manifest["data"], Metadata(described, storage_data=places))
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    if targets:
+        with _torch_errors(f"the checkpoint {path} cannot be read"):
+            load(targets, storage_reader=reader, planner=planner, no_dist=True)
