@@ -253,7 +253,7 @@ class _BufferEntry:
         saved, self.saved = self.saved, _NO_COPY
         if saved is _NO_COPY:
             raise PlanError(
-                f"the forward changed {self.path} ({self.tensor.nbytes if self.tensor is not None else 0} bytes), "
+                f"the forward changed {self.path} ({0 if self.tensor is None else num_bytes(self.tensor)} bytes), "
                 "which no earlier forward did, and its previous value is needed for the recompute: run the step again"
             )
         return self.members, self.name, saved
