@@ -249,6 +249,13 @@ def own_generator(self: Any, x: Tensor) -> Tensor:
     return x * self.generator.random()
 
 
+GENERATOR = numpy.random.default_rng(0)
+
+
+def global_generator(self: Any, x: Tensor) -> Tensor:
+    return x * float(GENERATOR.random())
+
+
 def sets_a_child(self: Any, x: Tensor) -> Tensor:
     self.b.gain = float(x.shape[0])
     return x
@@ -312,6 +319,7 @@ def child_that_is_set() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a generator of its own": (with_generator, "draws random numbers"),
+    "a global generator": (lambda: model_with(global_generator), "draws random numbers"),
     "the gradient of a parameter": (lambda: model_with(reads_a_gradient), "reads the gradient of a parameter"),
     "a flag that it flips": (lambda: model_with(flips), "sets flag while it runs"),
     "hooks of saved tensors": (lambda: model_with(hooks_saved_tensors), "hooks of saved tensors are not recorded"),

@@ -132,14 +132,19 @@ def plain_error(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]
 
 def own_generators(values: Iterable[Any]) -> list[Any]:
     """The random generators among values and in the containers and objects within them."""
-    numpy: Any = sys.modules.get("numpy.random")
-    kinds: tuple[type, ...] = (random.Random, torch.Generator)
-    kinds += () if numpy is None else (numpy.Generator, numpy.RandomState)
     seen, found = set[int](), dict[int, Any]()
     for value in values:
+        if type(value) in _QUICK_ATOMS or (type(value) is dict and not value):
+            continue
         inside = [item for _, items in containers_in(value, seen) for item in items]
-        found |= {id(one): one for one in (value, *inside) if isinstance(one, kinds)}
+        found |= {id(one): one for one in (value, *inside) if is_generator(one)}
     return list(found.values())
+
+
+def is_generator(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy.random")
+    numpys = () if numpy is None else (numpy.Generator, numpy.RandomState)
+    return isinstance(value, (random.Random, torch.Generator, *numpys)) and not isinstance(value, random.SystemRandom)
 
 
 class RandomStates:
@@ -275,10 +280,15 @@ class ModuleState:
         seen: set[int] = set()
         for _, attributes, inside in self.modules.values():
             for name, value in attributes.items():
+                if type(value) in _QUICK_ATOMS or isinstance(value, _ATOMS):
+                    continue
+                if isinstance(value, _MUTABLE) and not value:
+                    inside[name] = [_Container(value, copy.copy(value), [])]
+                    continue
                 inner = containers_in(value, seen, closures=False)  # functions may keep a log, which stays
                 found = [_Container(one, _copy_contents(one), items) for one, items in inner]
-                if not found and contents(value) is None and (isinstance(value, _MUTABLE) or _has_attributes(value)):
-                    found = [_Container(value, _copy_contents(value), [])]  # it is empty
+                if not found and contents(value) is None and _has_attributes(value):
+                    found = [_Container(value, dict(vars(value)), [])]  # it is empty
                 if found:
                     inside[name] = found
         attributes_of_all = (value for _, attributes, _ in self.modules.values() for value in attributes.values())

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.split.sample import PLAIN, cell_contents, containers_in, contents, is_same
+from penstock.split.sample import PLAIN, cell_contents, containers_in, contents, is_generator, is_same
 from penstock.split.trace.state import is_users_code
 
 
@@ -63,18 +63,22 @@ def _variables_of_code(code: CodeType, scope: dict[str, Any], owner: Any, seen: 
                     yield from variables_of(inside[inner], None, seen)
         elif isinstance(value, FunctionType):
             yield from variables_of(value, None, seen)
-        elif value is not None and (isinstance(value, PLAIN) or contents(value) is not None):
+        elif _may_change(value):
             yield (id(scope), name), name, lambda name=name: scope.get(name)  # type: ignore[misc]
         if owner is None or name in vars(nn.Module):
             continue
         member = inspect.getattr_static(type(owner), name, None)
         if isinstance(member, FunctionType):
             yield from variables_of(member, owner, seen)
-        elif member is not None and (isinstance(member, PLAIN) or contents(member) is not None):
+        elif _may_change(member):
             yield (type(owner), name), name, lambda name=name: getattr(type(owner), name, None)  # type: ignore[misc]
     for inner_code in code.co_consts:
         if isinstance(inner_code, CodeType):
             yield from _variables_of_code(inner_code, scope, owner, seen)
+
+
+def _may_change(value: Any) -> bool:
+    return value is not None and (isinstance(value, PLAIN) or contents(value) is not None or is_generator(value))
 
 
 def outer_values(modules: Iterable[nn.Module]) -> dict[Any, tuple[str, list[Any]]]:

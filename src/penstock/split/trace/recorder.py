@@ -172,8 +172,7 @@ class Recorder(Values):
         self.read = read
         self.first_read: set[tuple[int, str]] = set()  # attributes by id of the module, if not set before
         self.written: dict[tuple[int, str], str] = {}  # attributes by id of the module, with the line
-        attributes = [value for module in modules.values() for value in vars(module).values()]
-        self.generators = own_generators([*attributes, *read.values()])
+        self.generators: list[Any] = []  # random generators of the model
         self.hooks_before = {id(hook) for module in modules.values() for hook in module._forward_hooks.values()}
 
     def record(self) -> Recording:
@@ -182,6 +181,13 @@ class Recorder(Values):
         with _LOCK, ExitStack() as stack:
             before = ModuleState(self.modules.values())
             stack.callback(before.restore)
+            entered = [self.modules[path] for path in sorted(self.entered)]
+            for module in entered:
+                self.read.add_forward(module)
+            variables = outer_values(entered)
+            outer = RandomStates(own_generators(self.read.values()))  # such as a global numpy.random.Generator
+            stack.callback(outer.restore)
+            self.generators = [*before.random.own, *outer.own]
             stack.enter_context(recording_in_thread(self))
             stack.enter_context(_patched(self))
             if user_hooks(model) or has_global_module_hooks():
@@ -190,10 +196,6 @@ class Recorder(Values):
             for begins in (self.lead, begin_block_of(model)):
                 if begins is not None:
                     self.begin(begins)
-            entered = [self.modules[path] for path in sorted(self.entered)]
-            for module in entered:
-                self.read.add_forward(module)
-            variables = outer_values(entered)
             try:
                 with _RecordFunctions(self):
                     result.entered.add("")
@@ -207,6 +209,12 @@ class Recorder(Values):
             result.output = self._placed(output)
             self._check_output(output)
             self._check_state(before)
+            if before.random.drawn() or outer.drawn():
+                raise CannotTrace(
+                    f"{type(model).__name__}.forward draws random numbers that a recording would freeze: draw them "
+                    "with torch (torch.rand, F.dropout), or in a module without cuts of its own",
+                    definite=True,
+                )
             now = outer_values(entered)
             if changed := [name for key, (name, values) in variables.items() if not same_values(values, now[key][1])]:
                 message = f"{type(model).__name__}.forward changes the variable {changed[0]}"
@@ -669,12 +677,6 @@ class Recorder(Values):
             )
             error = CannotTrace(text, definite=True)
             raise KeepWhole(path, error) if path else error
-        if before.random.drawn():
-            raise CannotTrace(
-                f"{type(self.model).__name__}.forward draws random numbers that a recording would freeze: draw them "
-                "with torch (torch.rand, F.dropout), or in a module without cuts of its own",
-                definite=True,
-            )
 
     def _check_questions(self) -> None:
         """Answers are found before the micro-batches run: they must not depend on state that a forward changes."""
