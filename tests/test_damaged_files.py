@@ -6,6 +6,7 @@ import json
 import random
 from collections import OrderedDict
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def damage_values(random: random.Random, text: str) -> str:
             places += found
             level = [one[key] for one, key in found if isinstance(one[key], (dict, list))]
         container, key = random.choice(places)
-        container[key] = random.choice(VALUES)
+        container[key] = deepcopy(random.choice(VALUES))
     return json.dumps(data)
 
 
