@@ -33,6 +33,8 @@ class Fails(torch.optim.SGD):
         raise ValueError("the optimizer failed")
 
 def main(how, at):
+    global pipe  # which lives until the interpreter ends
+    torch.manual_seed(0)
     mesh = ps.Mesh()
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     pipe = ps.Pipeline(ps.split(model, stages=3), F.mse_loss, microbatches=4, mesh=mesh)
@@ -48,6 +50,8 @@ def main(how, at):
             open(sys.argv[3], "w").write(str(time.time()))
             if how == "exit":
                 sys.exit(3)
+            if how == "leave":
+                sys.exit(0)
         optimizer.step()
         optimizer.zero_grad()
     time.sleep(mesh.rank)
@@ -82,7 +86,25 @@ def test_a_program_that_exits_is_named(tmp_path: Any) -> None:
     assert ended.pop(1) == ProgramExit(3, "")
     for other in ended:
         assert other.code == 1
-        assert "PipelineError: rank 1: it has closed its pipeline, or ended, while others still use it" in other.text
+        assert (
+            "PipelineError: rank 1: it has closed its pipeline, or ended without an exception, after 1 calls"
+            in other.text
+        )
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_program_that_ends_early_is_not_reported_as_killed(at: int, tmp_path: Any) -> None:
+    """In an interpreter of its own, whose exit hooks run in another order than those of a fork."""
+    ended = run_programs(PROGRAM, 3, "leave", str(at), str(tmp_path / "when"), interpreter=sys.executable)
+    assert ended.pop(at).code == 0
+    for other in ended:
+        assert other.code == 1
+        assert (
+            f"PipelineError: rank {at}: it has closed its pipeline, or ended without an exception, after 1 calls"
+            in other.text
+        )
+        (heard,) = [line for line in other.text.splitlines() if line.startswith("heard after")]
+        assert float(heard.split()[2]) < 10
 
 
 def test_programs_that_end_without_closing_their_pipelines_succeed() -> None:
@@ -120,7 +142,11 @@ def test_exit_hooks_of_multiprocessing_children(how: str) -> None:
     ended = run_processes(trains, 3, how)
     own = ended.pop(1)
     assert own.code == (0 if how == "return" else 1)
-    says = "ValueError: in a child" if how != "return" else "it has closed its pipeline, or ended"
+    says = (
+        "ValueError: in a child"
+        if how != "return"
+        else "it has closed its pipeline, or ended without an exception, after"
+    )
     for other in ended:
         assert other.code == 1
         assert f"PipelineError: rank 1: {says}" in other.text

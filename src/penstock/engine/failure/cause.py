@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from penstock.errors import PipelineError, text_of
 
 CAUSE_WAIT = 4.0  # seconds to wait for a published cause when a channel broke
-RANK_CLOSED = "it has closed its pipeline, or ended, while others still use it"
+RANK_CLOSED = "it has closed its pipeline, or ended without an exception,"
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class FailureStore:
                 if found is not None:
                     return found
                 if closed:
-                    return self.publish(Cause(closed[0], "", RANK_CLOSED))
+                    return self.publish(self.left_early(closed[0]))
                 time.sleep(0.02)
         except RuntimeError:
             return store_unreachable()
@@ -80,6 +80,15 @@ class FailureStore:
     def have_closed(self, *ranks: int) -> bool:
         closed: bool = self.store.check([f"closed/{rank}" for rank in ranks])
         return closed
+
+    def publish_closed(self, calls: int) -> None:
+        """Publish that this rank has closed the pipeline, or that its program has ended, after so many calls."""
+        self.store.set(f"closed/{self.rank}", str(calls))
+
+    def left_early(self, rank: int) -> Cause:
+        """The cause to report when ``rank``, which has closed the pipeline, is needed."""
+        calls = int(self.store.get(f"closed/{rank}"))
+        return Cause(rank, "", f"{RANK_CLOSED} after {calls} calls of it, while others still use it")
 
     def read(self) -> Cause | None:
         if not self.store.check(["cause"]):

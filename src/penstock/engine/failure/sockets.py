@@ -63,7 +63,7 @@ class StoreClient:
         for sock, local, remote in _sockets():
             if (local, remote) in new and remote is not None and remote[1] == port:
                 self._sock = sock.dup()
-                finalize(self, self._sock.close)
+                finalize(self, self._sock.close).atexit = False  # the exit hooks of the watch still use it
                 break
 
     @classmethod

@@ -55,7 +55,7 @@ from torch.distributed import DistError, PrefixStore  # type: ignore[attr-define
 from penstock._torch import abort_gloo_work, default_store
 from penstock.engine.channel.base import ChannelError, WaitTimer
 from penstock.engine.failure import sockets, status
-from penstock.engine.failure.cause import RANK_CLOSED, Cause, FailureStore, launcher_owns_store, store_unreachable
+from penstock.engine.failure.cause import Cause, FailureStore, launcher_owns_store, store_unreachable
 from penstock.errors import PenstockError, PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
@@ -179,7 +179,7 @@ class Watch:
             with suppress(RuntimeError):  # the store may be gone since, and with it everyone who would read this
                 if self.cause is not None or self.failures.known_since is not None:
                     sockets.publish_foreign_connections(self._store, self.rank)
-                self.failures.store.set(f"closed/{self.rank}", "1")
+                self.failures.publish_closed(self.status.num_calls)
             known = [x for x in (self.failures.known_since, self._thread_failures.known_since) if x is not None]
             if known and self.rank == 0 and not launcher_owns_store():
                 # The store may end with this process: give the others time to read the cause.
@@ -250,7 +250,7 @@ class Watch:
         cause = failures.read() or self._check_next_rank()
         if cause is None and snapshot.kind == "waits" and snapshot.age > 2:
             closed = next((rank for rank in snapshot.ranks if failures.have_closed(rank)), None)
-            cause = None if closed is None else failures.publish(Cause(closed, "", RANK_CLOSED))
+            cause = None if closed is None else failures.publish(failures.left_early(closed))
         if cause is None:
             self._heartbeat.send(snapshot, now)
             chain = partial(status.wait_chain, self.rank, snapshot, lambda rank: self._heartbeat.read(rank, now))
@@ -337,6 +337,12 @@ def _set_excepthook(watch: Watch, *, watching: bool) -> None:
         # A hook that was installed after ours calls ours, which must stay then.
         elif not _watches and sys.excepthook is _on_uncaught_exception and _previous_excepthook is not None:
             sys.excepthook, _previous_excepthook = _previous_excepthook, None
+
+
+def on_exit_of_program() -> None:
+    """The program ends without an exception: tell the ranks that still use its pipelines."""
+    for watch in list(_watches):
+        watch.on_exit(None)
 
 
 def is_failed_exit(error: BaseException | None) -> bool:
