@@ -7,6 +7,9 @@ rank 2   step  optimizer.step()  step ~~ ✗ the same
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import sys
 import time
 from typing import Any
@@ -151,6 +154,28 @@ def test_exit_hooks_of_multiprocessing_children(how: str) -> None:
         assert other.code == 1
         assert f"PipelineError: rank 1: {says}" in other.text
         assert ("On rank 1:\nTraceback" in other.text) == (how != "return")
+
+
+def ends_before_building(rank: int, how: str, at: int) -> None:
+    mesh = ps.Mesh()
+    if rank == at:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(0)
+    ps.Pipeline(ps.split(mlp(), stages=3), F.mse_loss, microbatches=4, mesh=mesh)
+
+
+@pytest.mark.parametrize(("how", "at"), [("killed", 0), ("killed", 1), ("exits", 0), ("exits", 2)])
+def test_a_process_that_ends_before_it_builds_its_pipeline_is_named(how: str, at: int) -> None:
+    """Rank 0 hosts the store."""
+    ended = run_processes(ends_before_building, 3, how, at, timeout=60)
+    assert ended.pop(at).code == (-signal.SIGKILL if how == "killed" else 0)
+    for other in ended:
+        assert other.code == 1
+        told = re.search(r"PipelineError: rank (\d): its process(.*)", other.text)
+        assert told is not None, other.text
+        assert int(told[1]) == at
+        assert "before it built this pipeline" in told[2] or (at == 0 and "the store with it" in told[2])
 
 
 # ── the hooks ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -27,6 +27,7 @@ until the listening process is gone or closes the port:
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import socket
@@ -44,6 +45,7 @@ from penstock._torch import nccl_backend, process_groups
 
 T = TypeVar("T")
 Address = tuple[str, int]
+CONNECT_TIMEOUT = timedelta(seconds=30)  # for another connection to a store that has just answered
 ABORT_SECONDS = 10.0  # for NCCL to abort a group, before it is left alone
 _creation_lock = threading.Lock()  # held while new sockets are identified
 
@@ -56,7 +58,14 @@ class StoreClient:
 
     def __init__(self, store: Any) -> None:
         self._pid, self._server = os.getpid(), None
-        self._connection, new = _new_sockets(store.clone)
+        # A store that is gone is not waited for: a pipeline asks the store for something before it connects again.
+        timeout = store.timeout
+        store.set_timeout(min(timeout, CONNECT_TIMEOUT))
+        try:
+            self._connection, new = _new_sockets(store.clone)
+        finally:
+            store.set_timeout(timeout)
+        self._connection.set_timeout(timeout)
         self.store: Any = None
         self._sock: socket.socket | None = None
         port = _store_port(store)
@@ -103,9 +112,7 @@ class PipelineSockets:
     """A pipeline's own gloo device and store connection, and the NCCL groups made with them."""
 
     def __init__(self, store: Any, prefix: str) -> None:
-        self.device: Any
-        self.device, new = _new_sockets(dist.ProcessGroupGloo.create_default_device)
-        self.address = next(local for local, remote in new if remote is None)  # on which the gloo device listens
+        self.device, self.address = _gloo_device()
         self.peer_addresses: set[Address] = set()  # of the peers' gloo devices
         self._client = StoreClient.open(store, prefix)
         self.store = self._client.store
@@ -133,6 +140,12 @@ class PipelineSockets:
 
 
 _pipelines: WeakSet[PipelineSockets] = WeakSet()  # of this process
+
+
+def _gloo_device() -> tuple[Any, Address]:
+    """A new gloo device, and the address on which it listens."""
+    device, new = _new_sockets(dist.ProcessGroupGloo.create_default_device)
+    return device, next(local for local, remote in new if remote is None)
 
 
 def abort_nccl(groups: Sequence[Any]) -> None:
@@ -191,9 +204,43 @@ def open_liveness_port(host: str) -> socket.socket:
     """A listening socket that another rank connects to."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.bind((host, 0))
-    sock.listen(16)
+    sock.listen(4096)
     _liveness_ports.add(sock)
     return sock
+
+
+_process_ports: WeakKeyDictionary[Any, socket.socket] = WeakKeyDictionary()  # by the store of the process group
+
+
+def publish_process(store: Any, rank: int) -> None:
+    """Publish a port that is open while this process lives: ranks that wait for its pipeline watch it, see ``gone``."""
+    port = _process_ports.get(store)
+    if port is None or port.fileno() < 0:  # it is closed in a fork
+        _, (host, _) = _gloo_device()
+        port = _process_ports[store] = open_liveness_port(host)
+        store.set(f"penstock/process/{rank}", json.dumps([socket.gethostname(), *port.getsockname()[:2]]))
+
+
+def close_process_ports() -> None:
+    """Let the others know at once that this program ends."""
+    for port in list(_process_ports.values()):
+        port.close()
+
+
+def process_ended(store: Any, rank: int, connections: dict[int, socket.socket]) -> bool:
+    """Whether the process of a rank has published its port, and is gone since; ``connections`` are for later calls."""
+    key = f"penstock/process/{rank}"
+    if rank not in connections and store.check([key]):
+        machine, host, port = json.loads(store.get(key))
+        if ipaddress.ip_address(host).is_loopback and machine != socket.gethostname():
+            return False  # unknown: the address means this machine
+        try:
+            connections[rank] = connect_liveness((host, port))
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # unreachable
+            return False
+    return rank in connections and is_broken(connections[rank])
 
 
 def connect_liveness(address: Address) -> socket.socket:

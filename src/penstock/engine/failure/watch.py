@@ -25,7 +25,8 @@ and runs finalizers while one is in flight. A program that ends normally runs fi
 
 The watch runs from the rendezvous of the ranks on, which checks that all of them build the same pipeline. Ranks poll
 the store there instead of blocking on it, so that a rank that fails while it builds its pipeline does not leave the
-others waiting for its connections.
+others waiting for its connections. A process that has a mesh keeps a port open, so that ranks which wait for it there
+notice when it ends without building its pipeline.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing import util
@@ -62,6 +63,8 @@ from penstock.split.plan import Plan
 from penstock.version import __version__
 
 POLL_INTERVAL = 0.2
+PROCESS_INTERVAL = 1.0  # seconds between two checks of a process that has not begun to build its pipeline
+NEVER_BUILT = "its process ended, or was killed, before it built this pipeline"
 PROCESS_DIED = "its process is gone without an error (killed, or out of memory?)"
 INTERRUPT_AFTER = 1.0  # seconds that a main thread has to notice the failure by itself
 ABORT_FOREIGN_AFTER = (3.0, 30.0)  # seconds until foreign groups are aborted: in a collective, and anywhere else
@@ -343,6 +346,7 @@ def on_exit_of_program() -> None:
     """The program ends without an exception: tell the ranks that still use its pipelines."""
     for watch in list(_watches):
         watch.on_exit(None)
+    sockets.close_process_ports()
 
 
 def is_failed_exit(error: BaseException | None) -> bool:
@@ -374,11 +378,13 @@ class Rendezvous:
         self.rank = self.ranks.index(rank)
         _num_pipelines[self.ranks] += 1
         name = f"penstock/{digest(str(self.ranks))}/{_num_pipelines[self.ranks]}"
-        store = default_store()
+        self._main_store = store = default_store()
         self.store = PrefixStore(name, store)
         self.timeout = timeout
         self.complete = False  # whether all ranks have arrived
-        self.watch = Watch(store, name, self.ranks, rank)
+        with _store_errors():
+            self.store.check(["begun"])  # fails at once if the store is gone; a new connection would wait for it
+            self.watch = Watch(store, name, self.ranks, rank)
         self._num_gathers = 0
 
     def cancel(self, error: BaseException) -> None:
@@ -424,11 +430,17 @@ class Rendezvous:
         self, value: Mapping[str, Any], how: str = "until this pipeline is begun by", *, limited: bool = True
     ) -> list[dict[str, Any]]:
         """Every rank's value; waits for all ranks, and raises if one does not arrive, in time if that is limited."""
-        keys = self.publish(value)
-        start, pause = time.monotonic(), 0.001
-        with self.watch.status.waiting([rank for place, rank in enumerate(self.ranks) if place != self.rank], how):
+        start, pause, next_check = time.monotonic(), 0.001, time.monotonic() + PROCESS_INTERVAL
+        others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
+        with _store_errors(), ExitStack() as stack, self.watch.status.waiting(others, how):
+            connections: dict[int, socket.socket] = {}
+            stack.callback(lambda: list(map(socket.socket.close, connections.values())))
+            keys = self.publish(value)
             while not self.store.check(keys):
                 cause = self.watch.cause or self.watch.failures.read()
+                if cause is None and time.monotonic() > next_check:
+                    next_check = time.monotonic() + PROCESS_INTERVAL
+                    cause = self._check_missing_rank(keys, connections)
                 if cause is not None and not self.store.check(keys):
                     raise cause.error()
                 if limited and time.monotonic() - start > self.timeout:
@@ -444,6 +456,26 @@ class Rendezvous:
             addresses = [json.loads(self.store.get(f"address/{rank}")) for rank in self.ranks]
             self.watch.sockets.peer_addresses |= {tuple(address["gloo"]) for address in addresses}
         return [json.loads(self.store.get(key)) for key in keys]
+
+    def _check_missing_rank(self, keys: Sequence[str], connections: dict[int, socket.socket]) -> Cause | None:
+        """The cause, if the process of the next missing rank is gone. The ranks before other ones check those."""
+        count = len(keys)
+        after = [(self.rank + i) % count for i in range(1, count)]
+        missing = next((rank for rank in after if not self.store.check([keys[rank]])), None)
+        if missing is None or not sockets.process_ended(self._main_store, self.ranks[missing], connections):
+            return None
+        if self.store.check([keys[missing]]):
+            return None  # it has arrived since, and has ended: the watch reports it
+        return self.watch.failures.publish(Cause(self.ranks[missing], "", NEVER_BUILT))
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """While ranks rendezvous: a store that is gone is the pipeline's error."""
+    try:
+        yield
+    except DistError as error:
+        raise store_unreachable().error() from error
 
 
 MEASURED_PLAN = (
