@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ import torch
 import torch.nn.functional as F
 
 import penstock as ps
-from penstock.engine.failure import watch
+from penstock.engine.failure import cause, watch
 from tests.support.models import batch, mlp
+from tests.support.programs import wait_until
 from tests.support.rank_programs import ProgramExit, run_processes, run_programs
 from tests.support.ranks import Ranks
 from tests.train.test_distributed_failures import pipeline
@@ -176,6 +178,43 @@ def test_a_process_that_ends_before_it_builds_its_pipeline_is_named(how: str, at
         assert told is not None, other.text
         assert int(told[1]) == at
         assert "before it built this pipeline" in told[2] or (at == 0 and "the store with it" in told[2])
+
+
+def store_stops(rank: int, how: str, folder: str) -> None:
+    """Rank 0, which hosts the store, is stopped as by a machine that freezes, and killed once the others have ended."""
+    cause.PUBLISH_SECONDS = watch.PUBLISH_SECONDS = 1.0
+    torch.set_num_threads(1)
+    pids, done = Path(folder) / "pid", Path(folder) / "done"
+    pipe = ps.Pipeline(ps.split(mlp(), stages=3), F.mse_loss, microbatches=4, mesh=ps.Mesh(), timeout=2.0)
+    pipe.step(batch(), batch())
+    if rank == 0:
+        pids.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_until(pids.exists, "rank 0 did not stop")
+    try:
+        if rank == 1 and how == "raise":
+            raise ValueError("mine")
+        pipe.step(batch(), batch())
+    except BaseException as error:
+        pipe._executor.exit(error)  # as a with block does
+        print(f"{type(error).__name__}: {error}", flush=True)
+    if rank == 1:
+        done.write_text("")
+    else:
+        wait_until(done.exists, "rank 1 hangs")
+        os.kill(int(pids.read_text()), signal.SIGKILL)
+    os._exit(1)
+
+
+@pytest.mark.parametrize("how", ["wait", "raise"])
+def test_a_store_that_does_not_answer_is_named(how: str, tmp_path: Path) -> None:
+    """Requests to it have no end of their own: all ranks hung, also one that raised an error and published it."""
+    stopped, one, two = run_processes(store_stops, 3, how, str(tmp_path), timeout=60)
+    assert stopped.code == -signal.SIGKILL
+    silent = "PipelineError: rank 0: the store on 127.0.0.1"
+    assert (silent if how == "wait" else "ValueError: mine") in one.text
+    assert silent in two.text
+    assert "does not answer" in two.text
 
 
 # ── the hooks ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,15 +19,17 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from penstock.engine.failure.sockets import disconnect_store, limit_store_silence, store_address
 from penstock.errors import PipelineError, text_of
 
 CAUSE_WAIT = 4.0  # seconds to wait for a published cause when a channel broke
+PUBLISH_SECONDS = 10.0  # for the store to take the error of a rank that fails
 RANK_CLOSED = "it has closed its pipeline, or ended without an exception,"
 
 
 @dataclass(frozen=True)
 class Cause:
-    rank: int
+    rank: int | None  # None: the launcher
     kind: str
     message: str
     traceback: str = ""
@@ -36,7 +38,7 @@ class Cause:
     action: str | None = None
 
     def error(self) -> PipelineError:
-        where = f"rank {self.rank}"
+        where = "the launcher" if self.rank is None else f"rank {self.rank}"
         if self.stage is not None:
             where += f", stage {self.stage}"
         if self.action is not None:
@@ -56,7 +58,11 @@ class FailureStore:
         self.known_since: float | None = None  # when this rank first knew a cause
 
     def report(self, error: BaseException, *place: Any, prefix: str = "") -> Cause:
-        """Publish an error of this rank; ``place`` are stage, micro-batch and action, where it has them."""
+        """Publish an error of this rank; ``place`` are stage, micro-batch and action, where it has them.
+
+        A silent store does not keep this rank from raising it for long.
+        """
+        limit_store_silence(self.store, PUBLISH_SECONDS)
         text = "".join(traceback.format_exception(error))
         return self.publish(Cause(self.rank, f"{prefix}{type(error).__name__}", text_of(error), text, *place))
 
@@ -73,8 +79,8 @@ class FailureStore:
                 if closed:
                     return self.publish(self.left_early(closed[0]))
                 time.sleep(0.02)
-        except RuntimeError:
-            return store_unreachable()
+        except RuntimeError as error:
+            return store_unreachable(self.store, error)
         return None
 
     def have_closed(self, *ranks: int) -> bool:
@@ -103,7 +109,8 @@ class FailureStore:
         try:
             self.store.compare_set("cause", "", json.dumps(asdict(cause)))
             return self.read() or cause
-        except RuntimeError:
+        except RuntimeError as error:
+            store_unreachable(self.store, error)
             return cause
 
 
@@ -112,7 +119,12 @@ def launcher_owns_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def store_unreachable() -> Cause:
-    """The cause to report when the TCPStore is unreachable."""
+def store_unreachable(store: Store, error: BaseException | None = None) -> Cause:
+    """The cause to report when a request to the TCPStore has failed, or its connection is broken."""
     owner = "the launcher's process" if launcher_owns_store() else "its process, or the launcher's,"
-    return Cause(0, "", f"{owner} is gone, and the store with it (killed, or out of memory?)")
+    rank = None if launcher_owns_store() else 0
+    if error is not None and "Socket Timeout" in str(error):
+        disconnect_store(store)
+        silent = f"the store on {store_address(store)} does not answer"
+        return Cause(rank, "", f"{silent} (is its process stopped, or the network cut?)")
+    return Cause(rank, "", f"{owner} is gone, and the store with it (killed, or out of memory?)")

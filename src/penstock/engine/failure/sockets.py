@@ -32,6 +32,7 @@ import json
 import os
 import socket
 import stat
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -307,6 +308,33 @@ def _store_port(store: Any) -> int | None:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "port", None)
+
+
+def store_address(store: Any) -> str:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return f"{getattr(store, 'host', 'this machine')}:{getattr(store, 'port', '')}".rstrip(":")
+
+
+def limit_store_silence(store: Any, seconds: float | None) -> None:
+    """From now on, a request on any connection of this process fails if the store is silent for so long; None: never.
+
+    Torch waits for keys with ``poll``, to which this limit does not apply.
+    """
+    limit = struct.pack("ll", 0, 0) if seconds is None else struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for sock in _store_sockets(store):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def disconnect_store(store: Any) -> None:
+    """After a request that failed for silence: its late answer must not be taken for that of another one."""
+    for sock in _store_sockets(store):
+        _shut_down(sock)
+
+
+def _store_sockets(store: Any) -> Iterator[socket.socket]:
+    port = _store_port(store)
+    return (sock for sock, _, remote in _sockets() if port is not None and remote is not None and remote[1] == port)
 
 
 def _shut_down(sock: socket.socket) -> None:

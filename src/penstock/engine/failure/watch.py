@@ -56,7 +56,7 @@ from torch.distributed import DistError, PrefixStore  # type: ignore[attr-define
 from penstock._torch import abort_gloo_work, default_store
 from penstock.engine.channel.base import ChannelError, WaitTimer
 from penstock.engine.failure import sockets, status
-from penstock.engine.failure.cause import Cause, FailureStore, launcher_owns_store, store_unreachable
+from penstock.engine.failure.cause import PUBLISH_SECONDS, Cause, FailureStore, launcher_owns_store, store_unreachable
 from penstock.errors import PenstockError, PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
@@ -121,7 +121,8 @@ class Watch:
     def set_limits(self, stuck_after: float | None, timeout: float | None) -> None:
         """Seconds of waiting after which to report, and after which to fail; None: never."""
         self._limits.stuck_after, self._limits.timeout = stuck_after, timeout
-        # Longer than ours, so that ours comes first: gloo cannot say which rank hangs.
+        sockets.limit_store_silence(self._store, None if timeout is None else max(timeout, PUBLISH_SECONDS))
+        # Gloo's is longer than ours, so that ours comes first: gloo cannot say which rank hangs.
         self.sockets.timeout = timedelta(days=365) if timeout is None else timedelta(seconds=2 * timeout + 60)
 
     # ── around each call ─────────────────────────────────────────────────────────────────────────────────────
@@ -231,9 +232,9 @@ class Watch:
         snapshot = self._detector.update(now)
         if self.cause is None:
             try:
-                cause = store_unreachable() if self._client.gone else self._find_cause(snapshot, now)
-            except RuntimeError:
-                cause = store_unreachable()
+                cause = store_unreachable(self._store) if self._client.gone else self._find_cause(snapshot, now)
+            except RuntimeError as error:
+                cause = store_unreachable(self._store, error)
             if cause is None:
                 return
             self.cause, self._stopped_at = cause, now
@@ -382,9 +383,11 @@ class Rendezvous:
         self.store = PrefixStore(name, store)
         self.timeout = timeout
         self.complete = False  # whether all ranks have arrived
-        with _store_errors():
+        sockets.limit_store_silence(store, timeout)
+        with _store_errors(store):
             self.store.check(["begun"])  # fails at once if the store is gone; a new connection would wait for it
             self.watch = Watch(store, name, self.ranks, rank)
+        sockets.limit_store_silence(store, timeout)  # of the new connections, too
         self._num_gathers = 0
 
     def cancel(self, error: BaseException) -> None:
@@ -432,7 +435,7 @@ class Rendezvous:
         """Every rank's value; waits for all ranks, and raises if one does not arrive, in time if that is limited."""
         start, pause, next_check = time.monotonic(), 0.001, time.monotonic() + PROCESS_INTERVAL
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
-        with _store_errors(), ExitStack() as stack, self.watch.status.waiting(others, how):
+        with _store_errors(self._main_store), ExitStack() as stack, self.watch.status.waiting(others, how):
             connections: dict[int, socket.socket] = {}
             stack.callback(lambda: list(map(socket.socket.close, connections.values())))
             keys = self.publish(value)
@@ -470,12 +473,12 @@ class Rendezvous:
 
 
 @contextmanager
-def _store_errors() -> Iterator[None]:
+def _store_errors(store: Any) -> Iterator[None]:
     """While ranks rendezvous: a store that is gone is the pipeline's error."""
     try:
         yield
     except DistError as error:
-        raise store_unreachable().error() from error
+        raise store_unreachable(store, error).error() from error
 
 
 MEASURED_PLAN = (
