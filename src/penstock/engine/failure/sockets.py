@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import socket
 import stat
@@ -43,6 +44,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock._torch import nccl_backend, process_groups
+from penstock.errors import PlanError
+from penstock.json_schema import check_schema, parse_json
+
+logger = logging.getLogger("penstock")
 
 T = TypeVar("T")
 Address = tuple[str, int]
@@ -158,6 +163,30 @@ def abort_nccl(groups: Sequence[Any]) -> None:
         thread.join(ABORT_SECONDS)
 
 
+# ── values in the store ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_value(store: Any, key: str, schema: Any) -> Any:
+    """A JSON value of another rank; None if it is not of the schema. Whoever reaches the store can write to it."""
+    try:
+        data = parse_json(store.get(key), key)
+        check_schema(data, schema, key)
+    except PlanError as error:
+        if key not in _reported_keys:
+            _reported_keys.add(key)
+            logger.warning("the store has a value that no rank has written: %s", printable(str(error)))
+        return None
+    return data
+
+
+_reported_keys: set[str] = set()
+
+
+def printable(text: str) -> str:
+    """Without control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 # ── connections of other process groups ──────────────────────────────────────────────────────────────────────────
 
 
@@ -178,7 +207,8 @@ def abort_foreign_groups(store: Any, ranks: Iterable[int]) -> None:
     published = [rank for rank in ranks if store.check([f"connections/{rank}"])]
     pairs: set[tuple[Address, Address]] = set()  # local and remote
     for rank in published:
-        pairs |= {(tuple(remote), tuple(local)) for local, remote in json.loads(store.get(f"connections/{rank}"))}
+        connections = read_value(store, f"connections/{rank}", [((str, int), (str, int))]) or []
+        pairs |= {(tuple(remote), tuple(local)) for local, remote in connections}
     for sock, local, remote in _sockets():
         if remote is not None and (local, remote) in pairs:
             _shut_down(sock)
@@ -232,7 +262,9 @@ def process_ended(store: Any, rank: int, connections: dict[int, socket.socket]) 
     """Whether the process of a rank has published its port, and is gone since; ``connections`` are for later calls."""
     key = f"penstock/process/{rank}"
     if rank not in connections and store.check([key]):
-        machine, host, port = json.loads(store.get(key))
+        machine, host, port = read_value(store, key, (str, str, int)) or ("", "", 0)
+        if not port:
+            return False
         if ipaddress.ip_address(host).is_loopback and machine != socket.gethostname():
             return False  # unknown: the address means this machine
         try:

@@ -57,6 +57,7 @@ from penstock._torch import abort_gloo_work, default_store
 from penstock.engine.channel.base import ChannelError, WaitTimer
 from penstock.engine.failure import sockets, status
 from penstock.engine.failure.cause import PUBLISH_SECONDS, Cause, FailureStore, launcher_owns_store, store_unreachable
+from penstock.engine.failure.sockets import read_value
 from penstock.errors import PenstockError, PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
@@ -64,6 +65,7 @@ from penstock.version import __version__
 
 POLL_INTERVAL = 0.2
 PROCESS_INTERVAL = 1.0  # seconds between two checks of a process that has not begun to build its pipeline
+ADDRESSES = {"gloo": (str, int), "liveness": (str, int)}  # the schema of the addresses of a rank
 NEVER_BUILT = "its process ended, or was killed, before it built this pipeline"
 PROCESS_DIED = "its process is gone without an error (killed, or out of memory?)"
 INTERRUPT_AFTER = 1.0  # seconds that a main thread has to notice the failure by itself
@@ -271,7 +273,10 @@ class Watch:
         elif not self._client.store.check([f"address/{self._next}"]):
             return None
         else:
-            host, port = json.loads(self._client.store.get(f"address/{self._next}"))["liveness"]
+            addresses = read_value(self._client.store, f"address/{self._next}", ADDRESSES)
+            if addresses is None:
+                return None
+            host, port = addresses["liveness"]
             try:
                 self._next_connection, broken = sockets.connect_liveness((host, port)), False
             except ConnectionRefusedError:
@@ -456,9 +461,15 @@ class Rendezvous:
                 pause = min(2 * pause, 0.05)
         if not self.complete:
             self.complete = True
-            addresses = [json.loads(self.store.get(f"address/{rank}")) for rank in self.ranks]
+            addresses = self._read([f"address/{rank}" for rank in self.ranks], ADDRESSES)
             self.watch.sockets.peer_addresses |= {tuple(address["gloo"]) for address in addresses}
-        return [json.loads(self.store.get(key)) for key in keys]
+        return self._read(keys, {})
+
+    def _read(self, keys: Sequence[str], schema: Any) -> list[dict[str, Any]]:
+        values = {key: read_value(self.store, key, schema) for key in keys}
+        if invalid := [key for key, value in values.items() if value is None]:
+            raise PipelineError(f"{invalid[0]} in the store is not a rank's: does another program write to it?")
+        return list(values.values())
 
     def _check_missing_rank(self, keys: Sequence[str], connections: dict[int, socket.socket]) -> Cause | None:
         """The cause, if the process of the next missing rank is gone. The ranks before other ones check those."""
