@@ -59,7 +59,8 @@ _creation_lock = threading.Lock()  # held while new sockets are identified
 class StoreClient:
     """A connection to the store that is used by one thread only, with its socket if the store is a TCPStore.
 
-    Connections are kept for the next pipeline. Making one may take seconds: torch looks up the name of its peer.
+    Connections are kept for the next pipeline. Making one may take seconds: torch looks up the name of its peer by DNS,
+    and if a query is lost, as happens when many ranks connect at once, the resolver waits for its timeout of 5 s.
     """
 
     def __init__(self, store: Any) -> None:
