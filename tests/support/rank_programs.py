@@ -37,13 +37,15 @@ def without_hostname_warnings(text: str) -> str:
     return "".join(line for line in text.splitlines(keepends=True) if _HOSTNAME_WARNING not in line)
 
 
-def run_programs(source: str, n: int, *args: str, timeout: float = 150.0) -> list[ProgramExit]:
-    """Run a program on ``n`` ranks; rank 0 hosts the store."""
+def run_programs(
+    source: str, n: int, *args: str, timeout: float = 150.0, interpreter: str | None = None
+) -> list[ProgramExit]:
+    """Run a program on ``n`` ranks; rank 0 hosts the store. By default the processes are forks, which start fast."""
     with _folder() as folder:
         running = []
         for rank, environment in enumerate(_environments(n)):
             with open(folder / str(rank), "w") as log:
-                command = [fork_python(), "-c", source, *args]
+                command = [interpreter or fork_python(), "-c", source, *args]
                 running.append(subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log))
         end = time.monotonic() + timeout
         codes: list[int | None] = []

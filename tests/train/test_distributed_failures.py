@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 from penstock.engine.failure import watch
+from penstock.engine.failure.cause import Cause, FailureStore
 from tests.support.faults import call_in_backward
 from tests.support.models import assert_same, batch, gradients, mlp, plain_step
 from tests.support.ranks import RankExited, Ranks, run_ranks
@@ -608,3 +609,36 @@ def wrong_world(rank: int) -> None:
 
 def test_mesh_size_mismatch_names_both_numbers(two: Ranks) -> None:
     two.check(wrong_world)
+
+
+def foreign_writes(rank: int, text: str) -> str:
+    """Another program writes into the store, and later a rank fails."""
+    pipe = pipeline(mlp(3))
+    for step in range(20):
+        if rank == 0 and step == 5:
+            store = pipe._executor.watch._store
+            for key in ("failure/cause", "status/1", "status/2"):
+                store.set(key, text)
+        pipe.step(batch(), batch())
+        time.sleep(0.05)  # the watch reads the store a few times
+    if rank == 1:
+        pipe._executor.exit(ValueError("mine"))
+        return "ValueError: mine"
+    with pytest.raises(ps.PipelineError) as caught:
+        pipe.step(batch(), batch())
+    return str(caught.value)
+
+
+FORGED = '{"rank": 7, "kind": "", "message": "of no rank", "traceback": ""}'
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 3000, "9" * 5000, "[]", FORGED])
+def test_foreign_values_in_the_store_neither_end_a_pipeline_nor_hide_a_cause(three: Ranks, text: str) -> None:
+    assert all("ValueError: mine" in told for told in three.check(foreign_writes, text))
+
+
+def test_control_characters_of_a_cause_are_not_printed() -> None:
+    store = dist.HashStore()
+    failures = FailureStore(store, [0, 1], 0)
+    failures.publish(Cause(1, "ValueError", "\x1b[2Jgone\n", "a\x00b\tc"))
+    assert failures.read() == Cause(1, "ValueError", "\ufffd[2Jgone\n", "a\ufffdb\tc")

@@ -14,6 +14,7 @@ import re
 import signal
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -327,6 +328,30 @@ def test_a_closed_pipeline_raises(use: str) -> None:
         {"step": lambda: pipe.step(batch(), batch()), "clip": lambda: pipe.clip_grad_norm_(1.0)}.get(
             use, lambda: pipe(batch())
         )()
+
+
+@pytest.mark.parametrize("use", ["step", "call", "backward"])
+def test_a_fork_of_the_process_is_told_to_build_its_own_pipeline(use: str) -> None:
+    """As a worker of a data loader is: the threads are not in it, and a step would wait for them for ever."""
+    pipe = pipeline(mlp(2))
+    output = pipe(batch()).sum()
+    uses = {"step": lambda: pipe.step(batch(), batch()), "call": lambda: pipe(batch()), "backward": output.backward}
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads
+        child = os.fork()
+    if not child:
+        signal.alarm(10)  # it is killed if it hangs
+        try:
+            uses[use]()
+        except ps.PipelineError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as told:
+        assert re.match(rf"this pipeline was built in process {os.getpid()}.*: build the pipeline in", told.read())
+    os.waitpid(child, 0)
+    pipe.step(batch(), batch())
 
 
 @pytest.mark.timeout(20)

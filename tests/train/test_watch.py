@@ -627,7 +627,7 @@ def leaves_early(rank: int) -> RaisedError | None:
 def test_a_rank_that_closed_early_is_named_by_all(three: Ranks) -> None:
     for error in three.check(leaves_early)[:2]:
         assert error.rank == 2
-        assert "closed its pipeline, or ended" in error.text
+        assert "it has closed its pipeline, or ended without an exception, after 1 calls of it, while" in error.text
         assert error.seconds < SOON
 
 

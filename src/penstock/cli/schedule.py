@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 import sys
@@ -159,7 +158,7 @@ def _verify(source: str) -> None:
             raise ScheduleError(f"{source!r} has a stage or a micro-batch from {_MAX_CELLS:,} on: that is too many")
         name = "custom" if source == "-" else Path(source).stem
         schedule = from_csv(text, name) if any("," in row for row in rows) else from_text(text)
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
         raise ScheduleError(f"{source!r} is not a schedule as text or CSV: {error}") from None
     report = verify(schedule)
     print(f"{describe_schedule(schedule)}: complete, in order, free of deadlock\n")

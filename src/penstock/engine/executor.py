@@ -14,6 +14,7 @@ fill-drain program, its backward the other half. A `PipelineCall` runs the halve
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -57,6 +58,7 @@ class Executor(ABC):
         fp32_gradients: bool = False,
         loss_parameters: Sequence[nn.Parameter] = (),
     ) -> None:
+        self._pid = os.getpid()
         self.source = source
         self.placement = source.placement
         self.stages: Mapping[int, StageEngine] = {stage.index: stage for stage in stages}
@@ -209,6 +211,11 @@ class Executor(ABC):
 
     def check_idle(self) -> None:
         """Raise a ``PipelineError`` where nothing can be started."""
+        if os.getpid() != self._pid:  # threads and connections do not survive a fork: a step would wait for ever
+            raise PipelineError(
+                f"this pipeline was built in process {self._pid}, and process {os.getpid()} is a fork of it: build the "
+                "pipeline in the process that runs it, and do not call it in workers of a DataLoader"
+            )
         if self.closed:
             raise PipelineError("this pipeline was closed: build a new one from its plan")
 

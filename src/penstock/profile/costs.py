@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PlanError, did_you_mean
+from penstock.json_schema import parse_json
 
 
 @dataclass(frozen=True)
@@ -336,8 +337,9 @@ class Profile:
     def from_json(cls, text: str, origin: str = "the text") -> Profile:
         """Parse JSON with one or several sizes; ``origin`` names it in errors."""
         model_keys = [one.name for one in fields(ModelCosts)]
+        given = parse_json(text, f"{origin} is not JSON")
         try:
-            data = dict(_entries(json.loads(text), "costs", (*model_keys, "sizes", "penstock_costs")))
+            data = dict(_entries(given, "costs", (*model_keys, "sizes", "penstock_costs")))
             version = data.pop("penstock_costs", FORMAT)
             if version != FORMAT:
                 raise PlanError(f"costs of format {version!r} cannot be read here: expected {FORMAT}")
@@ -350,8 +352,6 @@ class Profile:
             return cls(tuple(sorted(sizes, key=lambda costs: costs.samples)))
         except PlanError as error:
             raise PlanError(f"{origin}: {error}") from error
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"{origin} is not JSON: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file."""

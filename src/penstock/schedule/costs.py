@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from penstock.errors import ScheduleError
+from penstock.json_schema import check_schema
 from penstock.schedule.schedule import COMPUTE, Edge
 
 PerStage = float | tuple[float, ...]
@@ -124,12 +125,15 @@ class Costs:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Costs:
-
-        def read(value: Any) -> Any:
-            if not isinstance(value, list | tuple):
-                return value
-            if value and isinstance(value[0], list | tuple):
-                return {(src, dst): number for src, dst, number in value}
-            return tuple(value)
-
-        return cls(**{name: read(value) for name, value in data.items()})
+        """The inverse of ``to_data``."""
+        known, costs = [field.name for field in fields(cls)], dict[str, Any]()
+        for name, value in data.items():
+            if name not in known:
+                raise ScheduleError(f"there is no cost {name!r}: costs are {', '.join(known)}")
+            several = isinstance(value, list | tuple)
+            by_edge = bool(several and value and isinstance(value[0], list | tuple))
+            number = math.inf if name == "bandwidth" else float
+            check_schema(value, [(int, int, number)] if by_edge else [number] if several else number, f"cost {name}")
+            edges = {(row[0], row[1]): row[2] for row in value} if by_edge else None
+            costs[name] = edges or (tuple(value) if several else value)
+        return cls(**costs)

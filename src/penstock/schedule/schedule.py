@@ -24,7 +24,7 @@ BACKWARD = ("B", "I")
 Edge = tuple[int, int]
 """A value that flows from one stage to a later one: (source stage, destination stage)."""
 
-_ACTION = re.compile(r"(\d+)([FRBIW])(\d+)")
+_ACTION = re.compile(r"(\d{1,9})([FRBIW])(\d{1,9})")
 
 
 class Action(NamedTuple):
@@ -43,7 +43,8 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not an action: expected stage, kind ({', '.join(COMPUTE)}) and micro-batch, as in '2F0'"
+                f"{text[:40]!r} is not an action: expected stage, kind ({', '.join(COMPUTE)}) and micro-batch, as in "
+                "'2F0'"
             )
         stage, kind, microbatch = match.groups()
         return cls(int(stage), kind, int(microbatch))

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from penstock import _registry
 from penstock.errors import PlanError, did_you_mean
 from penstock.format import format_table
+from penstock.json_schema import Maybe, check_schema, parse_json
 from penstock.split.check import CheckReport, check_stages
 from penstock.split.flatten import is_plain_sequential
 from penstock.split.lazy import build, members, signature
@@ -256,7 +257,7 @@ class Plan:
 
         Outputs, buffers and all gradients are compared; the first difference is an error. The model is not changed.
         """
-        chain, shared, run = self.require_chain(), self.recipe.get("shared_weights", ()), partial(run_stages, self)
+        chain, shared, run = self.require_chain(), self.recipe.get("shared_weights") or (), partial(run_stages, self)
 
         def whole(*args: Any, **kwargs: Any) -> Any:
             if is_plain_sequential(chain.model):
@@ -276,22 +277,32 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None = None) -> Plan:
         """Load a plan. With ``model``, check that the plan fits it and attach it."""
+        data = parse_json(Path(path).read_bytes(), f"{path} is not a saved plan, nor JSON at all")
         try:
-            data = json.loads(Path(path).read_text())
             plan = cls._from_data(data)
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(f"{path} is not a saved plan: {type(error).__name__}: {error}") from error
+        except PlanError as error:
+            raise PlanError(f"{path} is not a saved plan: {error}") from error
         return plan if model is None else plan.attach(model)
 
     @classmethod
-    def _from_data(cls, data: dict[str, Any]) -> Plan:
+    def _from_data(cls, data: Any) -> Plan:
+        check_schema(data, {"penstock_plan": int}, "the plan")
         if data["penstock_plan"] != FORMAT:
             raise PlanError(f"plan format {data['penstock_plan']} cannot be read here: expected {FORMAT}")
-        placement: dict[str, Any] = {}
+        check_schema(data, _SCHEMA, "the plan")
+        placement, count = dict[str, Any](), len(data["stages"])
         for key in ("devices", "ranks"):
-            placement[key] = None if data[key] is None else tuple(data[key])
-            if data[key] is not None and len(data[key]) != len(data["stages"]):
-                raise PlanError(f"the plan has {len(data['stages'])} stages, but {len(data[key])} {key}")
+            placement[key] = None if data.get(key) is None else tuple(data[key])
+            if data.get(key) is not None and len(data[key]) != count:
+                raise PlanError(f"the plan has {count} stages, but {len(data[key])} {key}")
+        if not all(edge["src"] < edge["dst"] < count for edge in data["edges"]):
+            raise PlanError(
+                f"each edge must go from a stage to a later one of the {count}, but they are {data['edges']}"
+            )
+        if not all(stage < count for tie in data["ties"] for stage in tie["stages"]):
+            raise PlanError(f"each tie must be of the {count} stages, but they are {data['ties']}")
+        if not count or not all(stage["layers"] for stage in data["stages"]):
+            raise PlanError(f"the plan must have stages, and each of its {count} stages layers")
         return cls(
             tuple(StageSpec(tuple(s["layers"]), s["parameters"], s["bytes"]) for s in data["stages"]),
             tuple(Edge(e["src"], e["dst"], tuple(e["values"])) for e in data["edges"]),
@@ -314,7 +325,7 @@ class Plan:
                 f"the plan is for {len(planned)} layers ({_shorten(planned)}), but the model has {len(chain.layers)} "
                 f"({_shorten(chain.layers)}): this is a plan of another model"
             )
-        fresh = build_plan(chain, self.groups, self.recipe.get("shared_weights", ()))
+        fresh = build_plan(chain, self.groups, self.recipe.get("shared_weights") or ())
         for what, ours, theirs in [
             *((f"stage {i}", *pair) for i, pair in enumerate(zip(self.stages, fresh.stages, strict=True))),
             ("edges", *(sorted((edge.src, edge.dst) for edge in plan.edges) for plan in (self, fresh))),
@@ -358,6 +369,16 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return str(_registry.viz().plan_html(self))
+
+
+_SCHEMA = {
+    "stages": [{"layers": [str], "parameters": int, "bytes": int}],
+    "edges": [{"src": int, "dst": int, "values": [str]}],
+    "ties": [{"names": [str], "stages": [int]}],
+    "devices": Maybe([str]),
+    "ranks": Maybe([int]),
+    "recipe": {"front": str, "shared_weights": Maybe([[str]])},  # the front end knows its own entries
+}
 
 
 def _restore(text: str, model: nn.Module | None) -> Plan:

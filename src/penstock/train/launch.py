@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from penstock._torch import default_store
+from penstock.engine.failure.watch import on_exit_of_program
 from penstock.errors import PipelineError, PlanError
 
 _EXIT_WAIT = 10.0  # seconds that rank 0, which hosts the store, waits at exit for the others
@@ -186,6 +187,7 @@ def _leave() -> None:
     """
     if getattr(sys, "last_value", None) is not None or not _made_by_init():
         return
+    on_exit_of_program()  # before waiting for ranks that may wait for this one
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         rank, store = dist.get_rank(), default_store()
         others = [f"penstock/exit/{_joins}/{r}" for r in range(1, dist.get_world_size())]

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock._torch import default_store
+from penstock.engine.failure.sockets import publish_process
 from penstock.errors import PlanError
 from penstock.train.launch import device_of_process, init, set_current
 
@@ -83,6 +85,7 @@ class Mesh:
         self.sizes = dict(sizes)
         self.world_ranks = tuple(world)  # in the order of the grid
         self.rank = dist.get_rank()  # in the world
+        publish_process(default_store(), self.rank)
         if self.rank not in self.world_ranks:
             raise PlanError(f"rank {self.rank} is not among the mesh's ranks {list(self.world_ranks)}")
         grid = torch.tensor(self.world_ranks).view(*self.sizes.values())

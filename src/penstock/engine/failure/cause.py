@@ -19,15 +19,24 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from penstock.engine.failure.sockets import (
+    disconnect_store,
+    limit_store_silence,
+    printable,
+    read_value,
+    store_address,
+)
 from penstock.errors import PipelineError, text_of
+from penstock.json_schema import Maybe
 
 CAUSE_WAIT = 4.0  # seconds to wait for a published cause when a channel broke
-RANK_CLOSED = "it has closed its pipeline, or ended, while others still use it"
+PUBLISH_SECONDS = 10.0  # for the store to take the error of a rank that fails
+RANK_CLOSED = "it has closed its pipeline, or ended without an exception,"
 
 
 @dataclass(frozen=True)
 class Cause:
-    rank: int
+    rank: int | None  # None: the launcher
     kind: str
     message: str
     traceback: str = ""
@@ -36,7 +45,7 @@ class Cause:
     action: str | None = None
 
     def error(self) -> PipelineError:
-        where = f"rank {self.rank}"
+        where = "the launcher" if self.rank is None else f"rank {self.rank}"
         if self.stage is not None:
             where += f", stage {self.stage}"
         if self.action is not None:
@@ -45,6 +54,17 @@ class Cause:
         if self.traceback:
             text += f"\n\nOn rank {self.rank}:\n{self.traceback}"
         return PipelineError(text, rank=self.rank, stage=self.stage, microbatch=self.microbatch, action=self.action)
+
+
+_SCHEMA = {  # of a cause
+    "rank": Maybe(int),
+    "kind": str,
+    "message": str,
+    "traceback": str,
+    "stage": Maybe(int),
+    "microbatch": Maybe(int),
+    "action": Maybe(str),
+}
 
 
 class FailureStore:
@@ -56,7 +76,11 @@ class FailureStore:
         self.known_since: float | None = None  # when this rank first knew a cause
 
     def report(self, error: BaseException, *place: Any, prefix: str = "") -> Cause:
-        """Publish an error of this rank; ``place`` are stage, micro-batch and action, where it has them."""
+        """Publish an error of this rank; ``place`` are stage, micro-batch and action, where it has them.
+
+        A silent store does not keep this rank from raising it for long.
+        """
+        limit_store_silence(self.store, PUBLISH_SECONDS)
         text = "".join(traceback.format_exception(error))
         return self.publish(Cause(self.rank, f"{prefix}{type(error).__name__}", text_of(error), text, *place))
 
@@ -71,30 +95,48 @@ class FailureStore:
                 if found is not None:
                     return found
                 if closed:
-                    return self.publish(Cause(closed[0], "", RANK_CLOSED))
+                    return self.publish(self.left_early(closed[0]))
                 time.sleep(0.02)
-        except RuntimeError:
-            return store_unreachable()
+        except RuntimeError as error:
+            return store_unreachable(self.store, error)
         return None
 
     def have_closed(self, *ranks: int) -> bool:
         closed: bool = self.store.check([f"closed/{rank}" for rank in ranks])
         return closed
 
+    def publish_closed(self, calls: int) -> None:
+        """Publish that this rank has closed the pipeline, or that its program has ended, after so many calls."""
+        self.store.set(f"closed/{self.rank}", str(calls))
+
+    def left_early(self, rank: int) -> Cause:
+        """The cause to report when ``rank``, which has closed the pipeline, is needed."""
+        calls = read_value(self.store, f"closed/{rank}", int)
+        return Cause(rank, "", f"{RANK_CLOSED} after {calls} calls of it, while others still use it")
+
     def read(self) -> Cause | None:
         if not self.store.check(["cause"]):
             return None
+        data: dict[str, Any] | None = read_value(self.store, "cause", _SCHEMA)
+        if data is None or data.get("rank") not in (None, *self.ranks):
+            return None
         self.known_since = self.known_since or time.monotonic()
-        data: dict[str, Any] = json.loads(self.store.get("cause"))
-        return Cause(**data)
+        found = [(name, data.get(name)) for name in _SCHEMA]
+        values: dict[str, Any] = {name: printable(one) if isinstance(one, str) else one for name, one in found}
+        return Cause(**values)
 
     def publish(self, cause: Cause) -> Cause:
         """Publish a cause if none is published yet; return the published one."""
         self.known_since = self.known_since or time.monotonic()
         try:
-            self.store.compare_set("cause", "", json.dumps(asdict(cause)))
-            return self.read() or cause
-        except RuntimeError:
+            text = json.dumps(asdict(cause))
+            self.store.compare_set("cause", "", text)
+            found = self.read()
+            if found is None:  # a value that no rank has written
+                self.store.set("cause", text)
+            return found or cause
+        except RuntimeError as error:
+            store_unreachable(self.store, error)
             return cause
 
 
@@ -103,7 +145,12 @@ def launcher_owns_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def store_unreachable() -> Cause:
-    """The cause to report when the TCPStore is unreachable."""
+def store_unreachable(store: Store, error: BaseException | None = None) -> Cause:
+    """The cause to report when a request to the TCPStore has failed, or its connection is broken."""
     owner = "the launcher's process" if launcher_owns_store() else "its process, or the launcher's,"
-    return Cause(0, "", f"{owner} is gone, and the store with it (killed, or out of memory?)")
+    rank = None if launcher_owns_store() else 0
+    if error is not None and "Socket Timeout" in str(error):
+        disconnect_store(store)
+        silent = f"the store on {store_address(store)} does not answer"
+        return Cause(rank, "", f"{silent} (is its process stopped, or the network cut?)")
+    return Cause(rank, "", f"{owner} is gone, and the store with it (killed, or out of memory?)")

@@ -27,10 +27,13 @@ until the listening process is gone or closes the port:
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
+import logging
 import os
 import socket
 import stat
+import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -41,9 +44,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock._torch import nccl_backend, process_groups
+from penstock.errors import PlanError
+from penstock.json_schema import check_schema, parse_json
+
+logger = logging.getLogger("penstock")
 
 T = TypeVar("T")
 Address = tuple[str, int]
+CONNECT_TIMEOUT = timedelta(seconds=30)  # for another connection to a store that has just answered
 ABORT_SECONDS = 10.0  # for NCCL to abort a group, before it is left alone
 _creation_lock = threading.Lock()  # held while new sockets are identified
 
@@ -51,19 +59,27 @@ _creation_lock = threading.Lock()  # held while new sockets are identified
 class StoreClient:
     """A connection to the store that is used by one thread only, with its socket if the store is a TCPStore.
 
-    Connections are kept for the next pipeline. Making one may take seconds: torch looks up the name of its peer.
+    Connections are kept for the next pipeline. Making one may take seconds: torch looks up the name of its peer by DNS,
+    and if a query is lost, as happens when many ranks connect at once, the resolver waits for its timeout of 5 s.
     """
 
     def __init__(self, store: Any) -> None:
         self._pid, self._server = os.getpid(), None
-        self._connection, new = _new_sockets(store.clone)
+        # A store that is gone is not waited for: a pipeline asks the store for something before it connects again.
+        timeout = store.timeout
+        store.set_timeout(min(timeout, CONNECT_TIMEOUT))
+        try:
+            self._connection, new = _new_sockets(store.clone)
+        finally:
+            store.set_timeout(timeout)
+        self._connection.set_timeout(timeout)
         self.store: Any = None
         self._sock: socket.socket | None = None
         port = _store_port(store)
         for sock, local, remote in _sockets():
             if (local, remote) in new and remote is not None and remote[1] == port:
                 self._sock = sock.dup()
-                finalize(self, self._sock.close)
+                finalize(self, self._sock.close).atexit = False  # the exit hooks of the watch still use it
                 break
 
     @classmethod
@@ -103,9 +119,7 @@ class PipelineSockets:
     """A pipeline's own gloo device and store connection, and the NCCL groups made with them."""
 
     def __init__(self, store: Any, prefix: str) -> None:
-        self.device: Any
-        self.device, new = _new_sockets(dist.ProcessGroupGloo.create_default_device)
-        self.address = next(local for local, remote in new if remote is None)  # on which the gloo device listens
+        self.device, self.address = _gloo_device()
         self.peer_addresses: set[Address] = set()  # of the peers' gloo devices
         self._client = StoreClient.open(store, prefix)
         self.store = self._client.store
@@ -135,6 +149,12 @@ class PipelineSockets:
 _pipelines: WeakSet[PipelineSockets] = WeakSet()  # of this process
 
 
+def _gloo_device() -> tuple[Any, Address]:
+    """A new gloo device, and the address on which it listens."""
+    device, new = _new_sockets(dist.ProcessGroupGloo.create_default_device)
+    return device, next(local for local, remote in new if remote is None)
+
+
 def abort_nccl(groups: Sequence[Any]) -> None:
     """Abort NCCL groups, all at once: freeing one's memory waits for the device, and so for kernels of the others."""
     threads = [threading.Thread(target=group.abort, name="penstock abort", daemon=True) for group in groups]
@@ -142,6 +162,30 @@ def abort_nccl(groups: Sequence[Any]) -> None:
         thread.start()
     for thread in threads:
         thread.join(ABORT_SECONDS)
+
+
+# ── values in the store ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_value(store: Any, key: str, schema: Any) -> Any:
+    """A JSON value of another rank; None if it is not of the schema. Whoever reaches the store can write to it."""
+    try:
+        data = parse_json(store.get(key), key)
+        check_schema(data, schema, key)
+    except PlanError as error:
+        if key not in _reported_keys:
+            _reported_keys.add(key)
+            logger.warning("the store has a value that no rank has written: %s", printable(str(error)))
+        return None
+    return data
+
+
+_reported_keys: set[str] = set()
+
+
+def printable(text: str) -> str:
+    """Without control characters, which a terminal would obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 # ── connections of other process groups ──────────────────────────────────────────────────────────────────────────
@@ -164,7 +208,8 @@ def abort_foreign_groups(store: Any, ranks: Iterable[int]) -> None:
     published = [rank for rank in ranks if store.check([f"connections/{rank}"])]
     pairs: set[tuple[Address, Address]] = set()  # local and remote
     for rank in published:
-        pairs |= {(tuple(remote), tuple(local)) for local, remote in json.loads(store.get(f"connections/{rank}"))}
+        connections = read_value(store, f"connections/{rank}", [((str, int), (str, int))]) or []
+        pairs |= {(tuple(remote), tuple(local)) for local, remote in connections}
     for sock, local, remote in _sockets():
         if remote is not None and (local, remote) in pairs:
             _shut_down(sock)
@@ -191,9 +236,45 @@ def open_liveness_port(host: str) -> socket.socket:
     """A listening socket that another rank connects to."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.bind((host, 0))
-    sock.listen(16)
+    sock.listen(4096)
     _liveness_ports.add(sock)
     return sock
+
+
+_process_ports: WeakKeyDictionary[Any, socket.socket] = WeakKeyDictionary()  # by the store of the process group
+
+
+def publish_process(store: Any, rank: int) -> None:
+    """Publish a port that is open while this process lives: ranks that wait for its pipeline watch it, see ``gone``."""
+    port = _process_ports.get(store)
+    if port is None or port.fileno() < 0:  # it is closed in a fork
+        _, (host, _) = _gloo_device()
+        port = _process_ports[store] = open_liveness_port(host)
+        store.set(f"penstock/process/{rank}", json.dumps([socket.gethostname(), *port.getsockname()[:2]]))
+
+
+def close_process_ports() -> None:
+    """Let the others know at once that this program ends."""
+    for port in list(_process_ports.values()):
+        port.close()
+
+
+def process_ended(store: Any, rank: int, connections: dict[int, socket.socket]) -> bool:
+    """Whether the process of a rank has published its port, and is gone since; ``connections`` are for later calls."""
+    key = f"penstock/process/{rank}"
+    if rank not in connections and store.check([key]):
+        machine, host, port = read_value(store, key, (str, str, int)) or ("", "", 0)
+        if not port:
+            return False
+        if ipaddress.ip_address(host).is_loopback and machine != socket.gethostname():
+            return False  # unknown: the address means this machine
+        try:
+            connections[rank] = connect_liveness((host, port))
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # unreachable
+            return False
+    return rank in connections and is_broken(connections[rank])
 
 
 def connect_liveness(address: Address) -> socket.socket:
@@ -260,6 +341,33 @@ def _store_port(store: Any) -> int | None:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "port", None)
+
+
+def store_address(store: Any) -> str:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return f"{getattr(store, 'host', 'this machine')}:{getattr(store, 'port', '')}".rstrip(":")
+
+
+def limit_store_silence(store: Any, seconds: float | None) -> None:
+    """From now on, a request on any connection of this process fails if the store is silent for so long; None: never.
+
+    Torch waits for keys with ``poll``, to which this limit does not apply.
+    """
+    limit = struct.pack("ll", 0, 0) if seconds is None else struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for sock in _store_sockets(store):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def disconnect_store(store: Any) -> None:
+    """After a request that failed for silence: its late answer must not be taken for that of another one."""
+    for sock in _store_sockets(store):
+        _shut_down(sock)
+
+
+def _store_sockets(store: Any) -> Iterator[socket.socket]:
+    port = _store_port(store)
+    return (sock for sock, _, remote in _sockets() if port is not None and remote is not None and remote[1] == port)
 
 
 def _shut_down(sock: socket.socket) -> None:

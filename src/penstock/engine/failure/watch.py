@@ -25,7 +25,8 @@ and runs finalizers while one is in flight. A program that ends normally runs fi
 
 The watch runs from the rendezvous of the ranks on, which checks that all of them build the same pipeline. Ranks poll
 the store there instead of blocking on it, so that a rank that fails while it builds its pipeline does not leave the
-others waiting for its connections.
+others waiting for its connections. A process that has a mesh keeps a port open, so that ranks which wait for it there
+notice when it ends without building its pipeline.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing import util
@@ -55,13 +56,17 @@ from torch.distributed import DistError, PrefixStore  # type: ignore[attr-define
 from penstock._torch import abort_gloo_work, default_store
 from penstock.engine.channel.base import ChannelError, WaitTimer
 from penstock.engine.failure import sockets, status
-from penstock.engine.failure.cause import RANK_CLOSED, Cause, FailureStore, launcher_owns_store, store_unreachable
+from penstock.engine.failure.cause import PUBLISH_SECONDS, Cause, FailureStore, launcher_owns_store, store_unreachable
+from penstock.engine.failure.sockets import read_value
 from penstock.errors import PenstockError, PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
 from penstock.version import __version__
 
 POLL_INTERVAL = 0.2
+PROCESS_INTERVAL = 1.0  # seconds between two checks of a process that has not begun to build its pipeline
+ADDRESSES = {"gloo": (str, int), "liveness": (str, int)}  # the schema of the addresses of a rank
+NEVER_BUILT = "its process ended, or was killed, before it built this pipeline"
 PROCESS_DIED = "its process is gone without an error (killed, or out of memory?)"
 INTERRUPT_AFTER = 1.0  # seconds that a main thread has to notice the failure by itself
 ABORT_FOREIGN_AFTER = (3.0, 30.0)  # seconds until foreign groups are aborted: in a collective, and anywhere else
@@ -118,7 +123,8 @@ class Watch:
     def set_limits(self, stuck_after: float | None, timeout: float | None) -> None:
         """Seconds of waiting after which to report, and after which to fail; None: never."""
         self._limits.stuck_after, self._limits.timeout = stuck_after, timeout
-        # Longer than ours, so that ours comes first: gloo cannot say which rank hangs.
+        sockets.limit_store_silence(self._store, None if timeout is None else max(timeout, PUBLISH_SECONDS))
+        # Gloo's is longer than ours, so that ours comes first: gloo cannot say which rank hangs.
         self.sockets.timeout = timedelta(days=365) if timeout is None else timedelta(seconds=2 * timeout + 60)
 
     # ── around each call ─────────────────────────────────────────────────────────────────────────────────────
@@ -179,7 +185,7 @@ class Watch:
             with suppress(RuntimeError):  # the store may be gone since, and with it everyone who would read this
                 if self.cause is not None or self.failures.known_since is not None:
                     sockets.publish_foreign_connections(self._store, self.rank)
-                self.failures.store.set(f"closed/{self.rank}", "1")
+                self.failures.publish_closed(self.status.num_calls)
             known = [x for x in (self.failures.known_since, self._thread_failures.known_since) if x is not None]
             if known and self.rank == 0 and not launcher_owns_store():
                 # The store may end with this process: give the others time to read the cause.
@@ -228,9 +234,9 @@ class Watch:
         snapshot = self._detector.update(now)
         if self.cause is None:
             try:
-                cause = store_unreachable() if self._client.gone else self._find_cause(snapshot, now)
-            except RuntimeError:
-                cause = store_unreachable()
+                cause = store_unreachable(self._store) if self._client.gone else self._find_cause(snapshot, now)
+            except RuntimeError as error:
+                cause = store_unreachable(self._store, error)
             if cause is None:
                 return
             self.cause, self._stopped_at = cause, now
@@ -250,7 +256,7 @@ class Watch:
         cause = failures.read() or self._check_next_rank()
         if cause is None and snapshot.kind == "waits" and snapshot.age > 2:
             closed = next((rank for rank in snapshot.ranks if failures.have_closed(rank)), None)
-            cause = None if closed is None else failures.publish(Cause(closed, "", RANK_CLOSED))
+            cause = None if closed is None else failures.publish(failures.left_early(closed))
         if cause is None:
             self._heartbeat.send(snapshot, now)
             chain = partial(status.wait_chain, self.rank, snapshot, lambda rank: self._heartbeat.read(rank, now))
@@ -267,7 +273,10 @@ class Watch:
         elif not self._client.store.check([f"address/{self._next}"]):
             return None
         else:
-            host, port = json.loads(self._client.store.get(f"address/{self._next}"))["liveness"]
+            addresses = read_value(self._client.store, f"address/{self._next}", ADDRESSES)
+            if addresses is None:
+                return None
+            host, port = addresses["liveness"]
             try:
                 self._next_connection, broken = sockets.connect_liveness((host, port)), False
             except ConnectionRefusedError:
@@ -339,6 +348,13 @@ def _set_excepthook(watch: Watch, *, watching: bool) -> None:
             sys.excepthook, _previous_excepthook = _previous_excepthook, None
 
 
+def on_exit_of_program() -> None:
+    """The program ends without an exception: tell the ranks that still use its pipelines."""
+    for watch in list(_watches):
+        watch.on_exit(None)
+    sockets.close_process_ports()
+
+
 def is_failed_exit(error: BaseException | None) -> bool:
     """Whether a program that ends like this has failed."""
     if isinstance(error, SystemExit):
@@ -368,11 +384,15 @@ class Rendezvous:
         self.rank = self.ranks.index(rank)
         _num_pipelines[self.ranks] += 1
         name = f"penstock/{digest(str(self.ranks))}/{_num_pipelines[self.ranks]}"
-        store = default_store()
+        self._main_store = store = default_store()
         self.store = PrefixStore(name, store)
         self.timeout = timeout
         self.complete = False  # whether all ranks have arrived
-        self.watch = Watch(store, name, self.ranks, rank)
+        sockets.limit_store_silence(store, timeout)
+        with _store_errors(store):
+            self.store.check(["begun"])  # fails at once if the store is gone; a new connection would wait for it
+            self.watch = Watch(store, name, self.ranks, rank)
+        sockets.limit_store_silence(store, timeout)  # of the new connections, too
         self._num_gathers = 0
 
     def cancel(self, error: BaseException) -> None:
@@ -418,11 +438,17 @@ class Rendezvous:
         self, value: Mapping[str, Any], how: str = "until this pipeline is begun by", *, limited: bool = True
     ) -> list[dict[str, Any]]:
         """Every rank's value; waits for all ranks, and raises if one does not arrive, in time if that is limited."""
-        keys = self.publish(value)
-        start, pause = time.monotonic(), 0.001
-        with self.watch.status.waiting([rank for place, rank in enumerate(self.ranks) if place != self.rank], how):
+        start, pause, next_check = time.monotonic(), 0.001, time.monotonic() + PROCESS_INTERVAL
+        others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
+        with _store_errors(self._main_store), ExitStack() as stack, self.watch.status.waiting(others, how):
+            connections: dict[int, socket.socket] = {}
+            stack.callback(lambda: list(map(socket.socket.close, connections.values())))
+            keys = self.publish(value)
             while not self.store.check(keys):
                 cause = self.watch.cause or self.watch.failures.read()
+                if cause is None and time.monotonic() > next_check:
+                    next_check = time.monotonic() + PROCESS_INTERVAL
+                    cause = self._check_missing_rank(keys, connections)
                 if cause is not None and not self.store.check(keys):
                     raise cause.error()
                 if limited and time.monotonic() - start > self.timeout:
@@ -435,9 +461,35 @@ class Rendezvous:
                 pause = min(2 * pause, 0.05)
         if not self.complete:
             self.complete = True
-            addresses = [json.loads(self.store.get(f"address/{rank}")) for rank in self.ranks]
+            addresses = self._read([f"address/{rank}" for rank in self.ranks], ADDRESSES)
             self.watch.sockets.peer_addresses |= {tuple(address["gloo"]) for address in addresses}
-        return [json.loads(self.store.get(key)) for key in keys]
+        return self._read(keys, {})
+
+    def _read(self, keys: Sequence[str], schema: Any) -> list[dict[str, Any]]:
+        values = {key: read_value(self.store, key, schema) for key in keys}
+        if invalid := [key for key, value in values.items() if value is None]:
+            raise PipelineError(f"{invalid[0]} in the store is not a rank's: does another program write to it?")
+        return list(values.values())
+
+    def _check_missing_rank(self, keys: Sequence[str], connections: dict[int, socket.socket]) -> Cause | None:
+        """The cause, if the process of the next missing rank is gone. The ranks before other ones check those."""
+        count = len(keys)
+        after = [(self.rank + i) % count for i in range(1, count)]
+        missing = next((rank for rank in after if not self.store.check([keys[rank]])), None)
+        if missing is None or not sockets.process_ended(self._main_store, self.ranks[missing], connections):
+            return None
+        if self.store.check([keys[missing]]):
+            return None  # it has arrived since, and has ended: the watch reports it
+        return self.watch.failures.publish(Cause(self.ranks[missing], "", NEVER_BUILT))
+
+
+@contextmanager
+def _store_errors(store: Any) -> Iterator[None]:
+    """While ranks rendezvous: a store that is gone is the pipeline's error."""
+    try:
+        yield
+    except DistError as error:
+        raise store_unreachable(store, error).error() from error
 
 
 MEASURED_PLAN = (

@@ -14,6 +14,7 @@ from torch import nn
 from penstock import _registry
 from penstock.errors import PenstockError, PlanError
 from penstock.format import count_noun, format_size, format_table, format_time
+from penstock.json_schema import Maybe, check_schema, parse_json
 from penstock.profile.planner.cuts import Cuts
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Schedule
@@ -24,6 +25,33 @@ from penstock.train.pipeline import Pipeline
 
 FORMAT = 1
 SHOWN_REJECTIONS = 8
+_SHAPES = {"straight": "", "loop": " × {v} looped", "v": " × 2 on a V"}
+
+_CONFIGURATION = {
+    "data": int,
+    "pipe": int,
+    "shape": str,
+    "v": int,
+    "samples": int,
+    "microbatches": int,
+    "recompute": Maybe(bool),
+    "tensor": int,
+}
+_SCHEMA = {
+    "configuration": _CONFIGURATION,
+    "cuts": [int],
+    "schedule": str,
+    "seconds": float,
+    "lower_bound": float,
+    "memory": [float],
+    "bubble": float,
+    "costs": {},
+    "saved": Maybe([float]),
+    "others": [{"configuration": _CONFIGURATION, "reason": str, "seconds": Maybe(float), "memory": Maybe(float)}],
+    "layers": [str],
+    "plan": Maybe({}),
+    "devices": Maybe([str]),
+}
 
 
 @dataclass(frozen=True)
@@ -40,12 +68,19 @@ class Configuration:
     tensor: int = 1  # devices that share each layer: a rank is a group of them
 
     def __str__(self) -> str:
-        stages = {"straight": "", "loop": f" × {self.v} looped", "v": " × 2 on a V"}[self.shape]
+        stages = _SHAPES[self.shape].format(v=self.v)
         replicas = f"{self.data} × " if self.data > 1 else ""
         text = f"{replicas}{count_noun(self.pipe, 'rank')}{stages}"
         text += f", {count_noun(self.microbatches, 'micro-batch')} of {self.samples}"
         text += f", {self.tensor} devices each" if self.tensor > 1 else ""
         return text + (", recomputed" if self.recompute else "")
+
+
+def _configuration(data: dict[str, Any]) -> Configuration:
+    if data["shape"] not in _SHAPES:
+        raise PlanError(f"a configuration has the shape {data['shape']!r}: it must be in {[*_SHAPES]}")
+    values: dict[str, Any] = {one.name: data.get(one.name) for one in fields(Configuration)}
+    return Configuration(**values)
 
 
 @dataclass(frozen=True)
@@ -207,12 +242,14 @@ class PlanResult:
     @classmethod
     def from_json(cls, text: str, model: nn.Module | None = None, origin: str = "the text") -> PlanResult:
         """Parse JSON; ``origin`` names it in errors."""
+        data = parse_json(text, f"{origin} is not a saved PlanResult, nor JSON at all")
         try:
-            data = json.loads(text)
+            check_schema(data, {"penstock_plan_result": int}, "the result")
             if data["penstock_plan_result"] != FORMAT:
-                raise PlanError(f"{origin} has format {data['penstock_plan_result']}: expected {FORMAT}")
+                raise PlanError(f"its format is {data['penstock_plan_result']}: expected {FORMAT}")
+            check_schema(data, _SCHEMA, "the result")
             best = Candidate(
-                Configuration(**data["configuration"]),
+                _configuration(data["configuration"]),
                 tuple(data["cuts"]),
                 from_text(data["schedule"]),
                 data["seconds"],
@@ -220,26 +257,24 @@ class PlanResult:
                 tuple(data["memory"]),
                 data["bubble"],
                 Costs.from_data(data["costs"]),
-                None if data["saved"] is None else tuple(data["saved"]),
+                None if data.get("saved") is None else tuple(data["saved"]),
             )
-            others = tuple(Rejection(Configuration(**one.pop("configuration")), **one) for one in data["others"])
-            plan = None if data["plan"] is None else Plan._from_data(data["plan"])
-            devices = None if data["devices"] is None else tuple(data["devices"])
+            others = tuple(
+                Rejection(_configuration(one["configuration"]), one["reason"], one.get("seconds"), one.get("memory"))
+                for one in data["others"]
+            )
+            plan = None if data.get("plan") is None else Plan._from_data(data["plan"])
+            devices = None if data.get("devices") is None else tuple(data["devices"])
             layers = tuple(data["layers"])
             # Cuts, memory and numbers must be complete, and those of the schedule.
             schedule, ends = best.schedule, (0, *best.cuts)
             increasing = all(i < j for i, j in pairwise(ends))
             if len(best.cuts) != schedule.num_stages or ends[-1] != len(layers) or not increasing:
-                raise ValueError(f"cuts {list(best.cuts)} of {len(layers)} layers into {schedule.num_stages} stages")
+                raise PlanError(f"cuts {list(best.cuts)} of {len(layers)} layers into {schedule.num_stages} stages")
             if len(best.memory) != schedule.num_ranks or best.configuration.pipe != schedule.num_ranks:
-                raise ValueError(f"memory of {len(best.memory)} ranks, and a schedule for {schedule.num_ranks}")
-            for number in (best.seconds, best.lower_bound, best.bubble, *best.memory):
-                if not isinstance(number, (int, float)) or isinstance(number, bool):
-                    raise ValueError(f"{number!r} is not a number")
-        except PenstockError:
-            raise
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise PlanError(f"{origin} is not a saved PlanResult: {type(error).__name__}: {error}") from error
+                raise PlanError(f"memory of {len(best.memory)} ranks, and a schedule for {schedule.num_ranks}")
+        except PenstockError as error:
+            raise PlanError(f"{origin} is not a saved PlanResult: {error}") from error
         if plan is not None and model is not None:
             plan = plan.attach(model)
         return cls(best, others, layers, plan, devices)

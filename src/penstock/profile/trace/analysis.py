@@ -6,7 +6,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -14,6 +14,7 @@ from typing import Any, Self
 from penstock import _registry
 from penstock.errors import PenstockError, PlanError
 from penstock.format import count_noun, format_size, format_table
+from penstock.json_schema import Maybe, check_schema, parse_json
 from penstock.profile.trace.records import ActionRecord, RankRecord, StepRecord, TracedMessage, Track
 from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import ACTION_NAMES, Action, Edge, Schedule
@@ -21,6 +22,29 @@ from penstock.schedule.simulate import Prediction, Simulation, simulate
 from penstock.split.plan import Plan
 
 FORMAT = 1
+
+_ACTION_SCHEMA = (str, float, float, Maybe(float), Maybe(int), [(int, float, float, str)], [(int, float, float, int)])
+_PART_SCHEMA = {
+    "track": int,
+    "begin": float,
+    "end": float,
+    "actions": [_ACTION_SCHEMA],
+    "spans": [(str, float, float)],
+}
+_SCHEMA = {
+    "schedule": {"name": str, "placement": [int], "orders": [str], "microbatches": int},
+    "edges": [(int, int)],
+    "plan": {},
+    "versions": {str: str},
+    "memory": str,
+    "saved": {str: int},
+    "missing": Maybe(str),
+    "prediction": Maybe(
+        {"seconds": float, "by": str, "memory": Maybe([float]), "saved": Maybe([float]), "samples": Maybe(int)}
+    ),
+    "tracks": [{"rank": int, "replica": int, "place": int, "device": str, "gpu": str, "clock_error": float}],
+    "steps": [{"number": int, "kind": str, "failed": bool, "parts": [_PART_SCHEMA]}],
+}
 
 PREDICTION_SOURCES = {
     "plan": "predicted by the plan",
@@ -262,18 +286,13 @@ class TraceData:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a JSON file written by ``save``."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-        except ValueError as error:
-            raise PlanError(f"{path} is not a saved trace, nor JSON at all: {error}") from error
+        data = parse_json(Path(path).read_bytes(), f"{path} is not a saved trace, nor JSON at all")
         if not isinstance(data, dict) or "penstock_trace" not in data:
             raise PlanError(f"{path} is not a saved trace: trace.save writes them, and trace.chrome does not")
         try:
             return cls.from_data(data)
-        except PlanError as error:
-            raise PlanError(f"{path}: {error}") from error
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-            raise PlanError(f"{path} is not a saved trace: {type(error).__name__}: {error}") from error
+        except PenstockError as error:
+            raise PlanError(f"{path} is not a saved trace: {error}") from error
 
     def to_data(self) -> dict[str, Any]:
         orders = [" ".join(map(str, order)) for order in self.schedule.orders]
@@ -303,28 +322,33 @@ class TraceData:
                 f"trace format {data['penstock_trace']!r} cannot be read here: expected {FORMAT}. Read it with the "
                 "version of penstock that wrote it, or record it again"
             )
+        check_schema(data, _SCHEMA, "the trace")
         given = data["schedule"]
         orders = [[Action.parse(name) for name in order.split()] for order in given["orders"]]
-        plan, predicted = dict(data["plan"]), data.get("prediction")
+        plan, predicted = data["plan"], data.get("prediction")
+        if unknown := data["saved"].keys() - set(map(str, range(len(given["placement"])))):
+            raise PlanError(f"the trace has saved bytes of stages {sorted(unknown)}, which do not exist")
         if plan:
             Plan._from_data(plan)  # raises for an invalid plan
         if predicted is not None:
-            memory, saved = (None if predicted[key] is None else tuple(predicted[key]) for key in ("memory", "saved"))
-            predicted = Prediction(float(predicted["seconds"]), predicted["by"], memory, saved, predicted["samples"])
+            memory, saved = (
+                None if predicted.get(key) is None else tuple(predicted[key]) for key in ("memory", "saved")
+            )
+            predicted = Prediction(predicted["seconds"], predicted["by"], memory, saved, predicted.get("samples"))
             if predicted.by not in PREDICTION_SOURCES:
                 raise PlanError(
                     f"the trace has a prediction by {predicted.by!r}: it must be in {[*PREDICTION_SOURCES]}"
                 )
         trace = cls(
-            Schedule.of(str(given["name"]), list(map(int, given["placement"])), orders, int(given["microbatches"])),
-            tuple((int(src), int(dst)) for src, dst in data["edges"]),
+            Schedule.of(given["name"], given["placement"], orders, given["microbatches"]),
+            tuple((src, dst) for src, dst in data["edges"]),
             plan=plan,
-            tracks=tuple(Track(**track) for track in data["tracks"]),
+            tracks=tuple(Track(**{one.name: track[one.name] for one in fields(Track)}) for track in data["tracks"]),
             steps=tuple(StepRecord.from_data(step) for step in data["steps"]),
-            saved={int(stage): int(size) for stage, size in data["saved"].items()},
-            memory=str(data["memory"]),
-            versions=dict(data["versions"]),
-            missing=data["missing"],
+            saved={int(stage): size for stage, size in data["saved"].items()},
+            memory=data["memory"],
+            versions=data["versions"],
+            missing=data.get("missing"),
             prediction=predicted,
         )
         tracks, ranks, stages = len(trace.tracks), len(orders), trace.schedule.num_stages
@@ -429,10 +453,6 @@ def prediction_source(prediction: Prediction, seconds: float) -> str:
 def _difference(expected: float, measured: float) -> str:
     share = expected / measured - 1 if measured else 0.0
     return "the same" if abs(share) < 0.0005 else f"{abs(share):.1%} {'more' if share > 0 else 'less'}"
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a time")
 
 
 # ── Chrome's and Perfetto's JSON ─────────────────────────────────────────────────────────────────────────────────

@@ -76,11 +76,8 @@ class ActionRecord:
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> ActionRecord:
         name, start, end, launched, memory, waits, sends = row
-        times = tuple(WaitRecord(int(p), float(a), float(b), str(what)) for p, a, b, what in waits)
-        sent = tuple(SendRecord(int(t), float(a), float(b), int(n)) for t, a, b, n in sends)
-        launched = None if launched is None else float(launched)
-        memory = None if memory is None else int(memory)
-        return cls(Action.parse(name), float(start), float(end), launched, memory, times, sent)
+        times, sent = tuple(WaitRecord(*wait) for wait in waits), tuple(SendRecord(*send) for send in sends)
+        return cls(Action.parse(name), start, end, launched, memory, times, sent)
 
 
 class TracedMessage(NamedTuple):
@@ -157,11 +154,11 @@ class RankRecord:
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> RankRecord:
         return cls(
-            int(data["track"]),
-            float(data["begin"]),
-            float(data["end"]),
+            data["track"],
+            data["begin"],
+            data["end"],
             tuple(map(ActionRecord.from_row, data["actions"])),
-            tuple(Span(str(name), float(start), float(end)) for name, start, end in data["spans"]),
+            tuple(Span(*span) for span in data["spans"]),
         )
 
 
@@ -202,7 +199,7 @@ class StepRecord:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> StepRecord:
         parts = tuple(map(RankRecord.from_data, data["parts"]))
-        return cls(int(data["number"]), str(data["kind"]), parts, bool(data["failed"]))
+        return cls(data["number"], data["kind"], parts, data["failed"])
 
     def of(self, tracks: Iterable[int]) -> list[RankRecord]:
         """The records of these tracks that have actions."""

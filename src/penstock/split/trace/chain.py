@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock._torch import NormBase, has_global_module_hooks
-from penstock.errors import PlanError
+from penstock.errors import PenstockError, PlanError
+from penstock.json_schema import Maybe, check_schema
 from penstock.split.lazy import build, members
 from penstock.split.marks import Block
 from penstock.split.plan import Edge, Groups, LayerChain
@@ -55,6 +56,15 @@ from penstock.split.trace.stage import TracedStage
 from penstock.split.trace.state import place_of
 
 MAX_RECORDINGS = 256
+
+_CALLED = {"call": {str: {}}, "flags": str, "grad": bool, "autocast": [(bool, str)], "answers": Maybe([object])}
+_RECIPE = {
+    "how": Maybe(str),
+    "cuts": Maybe([str]),
+    "blocks": Maybe(str),
+    "expanded": Maybe([str]),
+    "called": Maybe(_CALLED),
+}
 
 
 class TraceChain(LayerChain):
@@ -123,6 +133,17 @@ class TraceChain(LayerChain):
     @classmethod
     def from_recipe(cls, model: nn.Module, recipe: Mapping[str, Any]) -> TraceChain:
         """The chain that a saved plan was made of."""
+        check_schema(recipe, _RECIPE, "the plan's recipe")
+        try:
+            return cls._from_checked_recipe(model, recipe)
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            if isinstance(error, PenstockError):
+                raise
+            problem = f"the call in the plan's recipe cannot be recorded: {type(error).__name__}: {error}"
+            raise PlanError(f"{problem}. Split the model again") from error
+
+    @classmethod
+    def _from_checked_recipe(cls, model: nn.Module, recipe: Mapping[str, Any]) -> TraceChain:
         calls, how, data = Calls(model), recipe.get("how"), recipe.get("called")
         if how == "cuts":
             return cls(policy_for_cuts(calls, recipe["cuts"]), data)
