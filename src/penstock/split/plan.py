@@ -377,7 +377,7 @@ _SCHEMA = {
     "ties": [{"names": [str], "stages": [int]}],
     "devices": Maybe([str]),
     "ranks": Maybe([int]),
-    "recipe": {"front": str, "shared_weights": Maybe([[str]])},  # the front end knows its own entries
+    "recipe": {"front": Maybe(str), "shared_weights": Maybe([[str]])},  # the front end knows its own entries
 }
 
 

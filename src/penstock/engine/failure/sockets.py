@@ -250,6 +250,7 @@ def publish_process(store: Any, rank: int) -> None:
     if port is None or port.fileno() < 0:  # it is closed in a fork
         _, (host, _) = _gloo_device()
         port = _process_ports[store] = open_liveness_port(host)
+        finalize(store, port.close).atexit = False  # at exit, ``close_process_ports`` closes it
         store.set(f"penstock/process/{rank}", json.dumps([socket.gethostname(), *port.getsockname()[:2]]))
 
 
