@@ -276,19 +276,19 @@ class ModuleState:
     """A snapshot of the attributes of modules, with all that is in them, and of the states of the random generators."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.modules = {id(module): (module, dict(vars(module)), dict[str, list[_Container]]()) for module in modules}
+        self.modules = {id(m): (m, dict(vars(m)), dict[str, list[_ContainerState]]()) for m in modules}
         seen: set[int] = set()
         for _, attributes, inside in self.modules.values():
             for name, value in attributes.items():
                 if type(value) in _QUICK_ATOMS or isinstance(value, _ATOMS):
                     continue
                 if isinstance(value, _MUTABLE) and not value:
-                    inside[name] = [_Container(value, copy.copy(value), [])]
+                    inside[name] = [_ContainerState(value, copy.copy(value), [])]
                     continue
                 inner = containers_in(value, seen, closures=False)  # functions may keep a log, which stays
-                found = [_Container(one, _copy_contents(one), items) for one, items in inner]
+                found = [_ContainerState(one, _copy_contents(one), items) for one, items in inner]
                 if not found and contents(value) is None and _has_attributes(value):
-                    found = [_Container(value, dict(vars(value)), [])]  # it is empty
+                    found = [_ContainerState(value, dict(vars(value)), [])]  # it is empty
                 if found:
                     inside[name] = found
         attributes_of_all = (value for _, attributes, _ in self.modules.values() for value in attributes.values())
@@ -313,7 +313,7 @@ class ModuleState:
         self.random.restore()
 
 
-class _Container(NamedTuple):
+class _ContainerState(NamedTuple):
     container: Any
     copied: Any
     items: list[Any]
