@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import random
 import shutil
 import signal
 from collections import Counter, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +272,31 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> N
         (tmp_path / MANIFEST).write_text(text)
         with pytest.raises(ps.CheckpointError):
             ps.load(tmp_path, model)
+
+
+def test_a_damaged_manifest_is_the_packages_error(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(X).sum().backward()
+    optimizer.step()
+    ps.save(tmp_path, model, optimizer, step=1, extra={"a": (1, torch.ones(2))})
+    text = (tmp_path / MANIFEST).read_text()
+    generator = random.Random(0)
+    for _ in range(300):
+        data = json.loads(text)
+        holder, key = generator.choice(list(places(data)))
+        wrong = [None, -1, 1.5, "x", [], {}, [[1]], {"a": 1}, True, {"dict": 3}, {"tensor": "x"}]
+        holder[key] = generator.choice(wrong)
+        (tmp_path / MANIFEST).write_text(json.dumps(data))
+        with contextlib.suppress(ps.CheckpointError):
+            ps.load(tmp_path, model, optimizer)
+
+
+def places(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Every place in JSON data, as a container and a key."""
+    for key in data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
+        yield data, key
+        yield from places(data[key])
 
 
 def test_decoding_has_no_other_kinds() -> None:

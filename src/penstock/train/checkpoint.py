@@ -19,7 +19,8 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -162,20 +163,30 @@ def load(path: str | Path, pipe: Model, optimizer: Optimizer | None = None, **ob
     extra = decode(manifest.get("extra"), reader.plain)
     saved = manifest["random"]
     generators = decode(saved[owner.rank] if owner.rank < len(saved) else saved[0], reader.plain)
-    reader.read(path)  # everything fits, and its files were checked: from here on nothing fails
+    reader.read(path)  # names and shapes fit, and its files were checked
     with torch.no_grad():
         for first, *copies in owner.tensors.values():
             for copy in copies:
                 copy.copy_(first)
     owner.set_values(values)
-    if optimizer is not None and states is not None:
-        _set_optimizer(optimizer, states, manifest["optimizer"]["groups"])
+    with _malformed(path, "the optimizer's state"):
+        if optimizer is not None and states is not None:
+            _set_optimizer(optimizer, states, manifest["optimizer"]["groups"])
     for name, thing in objects.items():
         thing.load_state_dict(given[name])
     if isinstance(pipe, Pipeline):
         pipe.steps = manifest["steps"]
-    _set_generators(generators, owner.rank if owner.rank >= len(saved) else None)
+    with _malformed(path, "the state of the random generators"):
+        _set_generators(generators, owner.rank if owner.rank >= len(saved) else None)
     return Loaded(path, manifest["step"], extra)
+
+
+@contextmanager
+def _malformed(path: Path, part: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"the checkpoint {path} is damaged: {part} is malformed ({error})") from error
 
 
 class Checkpoints:

@@ -41,7 +41,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock._torch import stored_chunk
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, PlanError
+from penstock.json_schema import Maybe, check_schema, parse_json
 
 MANIFEST = "penstock.json"
 FORMAT = "penstock checkpoint 1"
@@ -94,6 +95,15 @@ def decode(data: Any, tensor: Callable[[str], Tensor]) -> Any:
     if len(data) != 1:
         raise CheckpointError("the manifest has an entry that is no encoded value")
     ((kind, inner),) = data.items()
+    try:
+        return _decode(kind, inner, tensor)
+    except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the manifest has a malformed value of the kind {kind!r}: {error}") from error
+
+
+def _decode(kind: str, inner: Any, tensor: Callable[[str], Tensor]) -> Any:
     if kind in ("dict", "counter"):
         pairs = [(decode(key, tensor), decode(item, tensor)) for key, item in inner]
         return Counter(dict(pairs)) if kind == "counter" else dict(pairs)
@@ -231,27 +241,26 @@ def checksum(file: Path) -> str:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, checked for its form."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint at {path}: it has no {MANIFEST}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path / MANIFEST} is no manifest of a {FORMAT!r}")
     try:
-        names = {str(manifest["data"]), *manifest["files"]}
-        sound = all(name not in ("", "..") and Path(name).name == name for name in names)
-        for size, digest in manifest["files"].values():
-            sound = sound and type(size) is int and type(digest) is str
-        for dtype, shape, chunks in manifest["tensors"].values():
-            sound = sound and isinstance(getattr(torch, dtype), torch.dtype) and all(type(n) is int for n in shape)
-            for offsets, sizes, file, offset, length in chunks:
-                sound = sound and file in manifest["files"] and len(offsets) == len(sizes) == len(shape)
-                sound = sound and all(type(n) is int and n >= 0 for n in (*offsets, *sizes, offset, length))
-    except (KeyError, TypeError, ValueError, AttributeError):
-        sound = False
-    if not sound:
-        raise CheckpointError(f"{path / MANIFEST} is damaged: its list of tensors or files is malformed")
+        manifest: dict[str, Any] = parse_json(text, f"{path / MANIFEST} cannot be read")
+        check_schema(manifest, {"format": str}, f"{path / MANIFEST} is damaged: it")
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{path / MANIFEST} is no manifest of a {FORMAT!r}")
+        check_schema(manifest, _SCHEMA, f"{path / MANIFEST} is damaged: it")
+    except PlanError as error:
+        raise CheckpointError(str(error)) from error
+    outside = [name for name in (manifest["data"], *manifest["files"]) if name in ("", "..") or Path(name).name != name]
+    for name, (dtype, shape, chunks) in manifest["tensors"].items():
+        known = isinstance(getattr(torch, dtype, None), torch.dtype)
+        sizes = all(len(shape) == len(chunk[0]) == len(chunk[1]) for chunk in chunks)
+        outside += [] if known and sizes and all(chunk[2] in manifest["files"] for chunk in chunks) else [name]
+    if outside:
+        raise CheckpointError(f"{path / MANIFEST} is damaged: its entry for {outside[0]!r} is malformed")
     return manifest
 
 
@@ -266,6 +275,19 @@ def check_files(path: Path, manifest: Mapping[str, Any], names: Collection[str])
             raise CheckpointError(f"the checkpoint {path} is damaged: {name} has {found} bytes, not {size}")
         if checksum(file) != digest:
             raise CheckpointError(f"the checkpoint {path} is damaged: the checksum of {name} differs")
+
+
+_SCHEMA: dict[str, Any] = {
+    "data": str,
+    "files": {str: (int, str)},  # size and checksum
+    "tensors": {str: (str, [int], [([int], [int], str, int, int)])},  # see ``_describe``
+    "step": Maybe(int),
+    "steps": int,
+    "random": [object],
+    "values": {str: object},
+    "objects": {str: object},
+    "optimizer": Maybe({"class": str, "groups": [(object, [str])], "states": {str: object}}),
+}
 
 
 class _Reader(FileSystemReader):

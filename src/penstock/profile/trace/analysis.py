@@ -289,6 +289,11 @@ class TraceData:
         data = parse_json(Path(path).read_bytes(), f"{path} is not a saved trace, nor JSON at all")
         if not isinstance(data, dict) or "penstock_trace" not in data:
             raise PlanError(f"{path} is not a saved trace: trace.save writes them, and trace.chrome does not")
+        if data["penstock_trace"] != FORMAT:
+            raise PlanError(
+                f"{path}: trace format {data['penstock_trace']!r} cannot be read here: expected {FORMAT}. Read it with "
+                "the version of penstock that wrote it, or record it again"
+            )
         try:
             return cls.from_data(data)
         except PenstockError as error:
@@ -317,11 +322,6 @@ class TraceData:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Self:
-        if data["penstock_trace"] != FORMAT:
-            raise PlanError(
-                f"trace format {data['penstock_trace']!r} cannot be read here: expected {FORMAT}. Read it with the "
-                "version of penstock that wrote it, or record it again"
-            )
         check_schema(data, _SCHEMA, "the trace")
         given = data["schedule"]
         orders = [[Action.parse(name) for name in order.split()] for order in given["orders"]]
