@@ -86,11 +86,12 @@ def test_a_hugging_face_model() -> None:
 def test_training_loop_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(UNDER_TORCHRUN[0], encoding="utf-8")
-    done = run(torchrun("--standalone", "--nproc-per-node=4", script))
+    done = run(torchrun("--standalone", "--nproc-per-node=4", script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = dict(re.findall(r"rank (\d): loss (\d\.\d{4})", done.stdout))  # unbuffered ranks may share a line
     assert sorted(losses) == ["0", "1", "2", "3"]
     assert len(set(losses.values())) == 1
+    assert (tmp_path / "run" / "penstock.json").exists()  # in the program's working directory, not in the checkout
 
 
 @pytest.mark.parametrize(("name", "reduction"), [("average", None), ("total", "sum"), ("per_token", None)])
