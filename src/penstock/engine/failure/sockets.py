@@ -16,9 +16,9 @@ addresses of its foreign connections, and a rank that still waits shuts down tho
     rank 0, waits          10.0.0.1:4711 ──▶ 10.0.0.2:5001
     rank 1, has stopped    10.0.0.2:5001 ◀── 10.0.0.1:4711      publishes this pair of addresses
 
-Foreign NCCL groups are aborted. The liveness ring notices at once that a process is gone. Each rank listens on a port
-on which it never accepts. The rank before it on the ring connects there, and the operating systems keep that connection
-until the listening process is gone or closes the port:
+Foreign NCCL groups are aborted. The liveness ring notices at once that a process is gone. Each process listens on a
+port on which it never accepts. The rank before it on the ring connects there, and the operating systems keep that
+connection until the listening process is gone or closes the port:
 
     rank 0 ──▶ rank 1 ──▶ rank 2 ──▶ rank 0          a killed process breaks the connection to it; one that is busy,
                                                      stopped or swapped out does not
@@ -69,10 +69,10 @@ class StoreClient:
         timeout = store.timeout
         store.set_timeout(min(timeout, CONNECT_TIMEOUT))
         try:
-            self._connection, new = _new_sockets(store.clone)
+            self.connection, new = _new_sockets(store.clone)
         finally:
             store.set_timeout(timeout)
-        self._connection.set_timeout(timeout)
+        self.connection.set_timeout(timeout)
         self.store: Any = None
         self._sock: socket.socket | None = None
         port = _store_port(store)
@@ -86,7 +86,7 @@ class StoreClient:
     def open(cls, store: Any, prefix: str) -> StoreClient:
         """A connection that was kept, or a new one."""
         client = (_idle_clients.get(store) or [cls(store)]).pop()
-        client._server, client.store = store, PrefixStore(prefix, client._connection)
+        client._server, client.store = store, PrefixStore(prefix, client.connection)
         return client if client._pid == os.getpid() and not client.gone else cls.open(store, prefix)
 
     @property
@@ -107,7 +107,7 @@ class StoreClient:
         if keep and server is not None:
             _idle_clients.setdefault(server, []).append(self)
             return
-        self._connection = None
+        self.connection = None
         if self._sock is not None:
             self._sock.close()
 
@@ -245,7 +245,7 @@ _process_ports: WeakKeyDictionary[Any, socket.socket] = WeakKeyDictionary()  # b
 
 
 def publish_process(store: Any, rank: int) -> None:
-    """Publish a port that is open while this process lives: ranks that wait for its pipeline watch it, see ``gone``."""
+    """Publish a port that is open while this process lives: see ``RankProcess``."""
     port = _process_ports.get(store)
     if port is None or port.fileno() < 0:  # it is closed in a fork
         _, (host, _) = _gloo_device()
@@ -260,32 +260,44 @@ def close_process_ports() -> None:
         port.close()
 
 
-def process_ended(store: Any, rank: int, connections: dict[int, socket.socket]) -> bool:
-    """Whether the process of a rank has published its port, and is gone since; ``connections`` are for later calls."""
-    key = f"penstock/process/{rank}"
-    if rank not in connections and store.check([key]):
-        machine, host, port = read_value(store, key, (str, str, int)) or ("", "", 0)
-        if not port:
-            return False
-        if ipaddress.ip_address(host).is_loopback and machine != socket.gethostname():
-            return False  # unknown: the address means this machine
-        try:
-            connections[rank] = connect_liveness((host, port))
-        except ConnectionRefusedError:
-            return True
-        except OSError:  # unreachable
-            return False
-    return rank in connections and is_broken(connections[rank])
+class RankProcess:
+    """The process of another rank, which keeps a port open while it lives. ``store`` is that of the process group."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.rank = rank
+        self._store, self._key = store, f"penstock/process/{rank}"
+        self._connection: socket.socket | None = None
+        self._reachable = True
+
+    def ended(self) -> bool:
+        """Whether the process has published its port, and is gone since."""
+        if self._connection is None and self._reachable and self._store.check([self._key]):
+            machine, host, port = read_value(self._store, self._key, (str, str, int)) or ("", "", 0)
+            here = machine == socket.gethostname()
+            try:
+                if port and (here or not ipaddress.ip_address(host).is_loopback):  # else it would mean this machine
+                    self._connection = connect_liveness((host, port))
+            except ConnectionRefusedError:
+                return True
+            except OSError:
+                pass
+            self._reachable = self._connection is not None
+        return self._connection is not None and is_broken(self._connection)
+
+
+_connections: dict[Address, socket.socket] = {}  # to the ports of other processes, for all pipelines
 
 
 def connect_liveness(address: Address) -> socket.socket:
-    """Connect to another rank's port. Raises ``ConnectionRefusedError`` if it is closed."""
-    sock = socket.create_connection(address, timeout=2.0)
-    sock.setblocking(False)
-    # A machine that is switched off closes nothing: keepalive notices it within a minute.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6)):
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    """A connection to another process's port. Raises ``ConnectionRefusedError`` if it is closed."""
+    sock = _connections.get(address)
+    if sock is None or is_broken(sock):
+        sock = _connections[address] = socket.create_connection(address, timeout=2.0)
+        sock.setblocking(False)
+        # A machine that is switched off closes nothing: keepalive notices it within a minute.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
     return sock
 
 

@@ -25,8 +25,8 @@ and runs finalizers while one is in flight. A program that ends normally runs fi
 
 The watch runs from the rendezvous of the ranks on, which checks that all of them build the same pipeline. Ranks poll
 the store there instead of blocking on it, so that a rank that fails while it builds its pipeline does not leave the
-others waiting for its connections. A process that has a mesh keeps a port open, so that ranks which wait for it there
-notice when it ends without building its pipeline.
+others waiting for its connections. A process that has a mesh keeps a port open, so that the rank before it notices when
+it ends, also without building its pipeline.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing import util
@@ -64,8 +63,6 @@ from penstock.split.plan import Plan
 from penstock.version import __version__
 
 POLL_INTERVAL = 0.2
-PROCESS_INTERVAL = 1.0  # seconds between two checks of a process that has not begun to build its pipeline
-ADDRESSES = {"gloo": (str, int), "liveness": (str, int)}  # the schema of the addresses of a rank
 NEVER_BUILT = "its process ended, or was killed, before it built this pipeline"
 PROCESS_DIED = "its process is gone without an error (killed, or out of memory?)"
 INTERRUPT_AFTER = 1.0  # seconds that a main thread has to notice the failure by itself
@@ -105,12 +102,9 @@ class Watch:
         self._limits = status.HangLimits()
         self._detector = status.HangDetector(self.status, self._limits)
         self._heartbeat = status.Heartbeat(self._client.store, rank, self._limits)
-        self._liveness_port = sockets.open_liveness_port(self.sockets.address[0])
-        addresses = {"gloo": self.sockets.address, "liveness": self._liveness_port.getsockname()[:2]}
-        main_store.set(f"address/{rank}", json.dumps(addresses))
-        place = list(ranks).index(rank)
-        self._next: int | None = ranks[(place + 1) % len(ranks)] if len(ranks) > 1 else None
-        self._next_connection: socket.socket | None = None
+        main_store.set(f"address/{rank}", json.dumps(self.sockets.address))
+        following = ranks[(list(ranks).index(rank) + 1) % len(ranks)]
+        self._next = None if following == rank else sockets.RankProcess(self._client.connection, following)
         self._stopped_at = 0.0
         self._lock = threading.Lock()  # held where a call ends, and where one is interrupted
         self._stopping = threading.Event()
@@ -196,9 +190,7 @@ class Watch:
         self._stopping.set()
         if self._thread is not threading.current_thread():
             self._thread.join(5)
-        self._liveness_port.close()
-        if self._next_connection is not None:
-            self._next_connection.close()
+        self._next = None
         del self._thread_failures, self._heartbeat  # a connection is closed with the last reference to its store
         intact = self.cause is None and self.failures.known_since is None and not self._thread.is_alive()
         self.sockets.close(keep=intact)
@@ -266,30 +258,13 @@ class Watch:
 
     def _check_next_rank(self) -> Cause | None:
         """The cause, if the process of the next rank is gone and has published none."""
-        if self._next is None:
+        if self._next is None or not self._next.ended():
             return None
-        if self._next_connection is not None:
-            broken = sockets.is_broken(self._next_connection)
-        elif not self._client.store.check([f"address/{self._next}"]):
-            return None
-        else:
-            addresses = read_value(self._client.store, f"address/{self._next}", ADDRESSES)
-            if addresses is None:
-                return None
-            host, port = addresses["liveness"]
-            try:
-                self._next_connection, broken = sockets.connect_liveness((host, port)), False
-            except ConnectionRefusedError:
-                broken = True
-            except OSError:  # unreachable: this rank does without
-                self._next = None
-                return None
-        if not broken:
-            return None
-        rank, self._next = self._next, None
+        rank, self._next = self._next.rank, None
         if self._thread_failures.have_closed(rank):
             return None
-        return self._thread_failures.publish(Cause(rank, "", PROCESS_DIED))
+        begun = self._client.store.check([f"address/{rank}"])
+        return self._thread_failures.publish(Cause(rank, "", PROCESS_DIED if begun else NEVER_BUILT))
 
     def _end_call(self, snapshot: status.Snapshot, waited: float) -> None:
         """End the call that the main thread is still in, ``waited`` seconds after the failure."""
@@ -438,17 +413,12 @@ class Rendezvous:
         self, value: Mapping[str, Any], how: str = "until this pipeline is begun by", *, limited: bool = True
     ) -> list[dict[str, Any]]:
         """Every rank's value; waits for all ranks, and raises if one does not arrive, in time if that is limited."""
-        start, pause, next_check = time.monotonic(), 0.001, time.monotonic() + PROCESS_INTERVAL
+        start, pause = time.monotonic(), 0.001
         others = [rank for place, rank in enumerate(self.ranks) if place != self.rank]
-        with _store_errors(self._main_store), ExitStack() as stack, self.watch.status.waiting(others, how):
-            connections: dict[int, socket.socket] = {}
-            stack.callback(lambda: list(map(socket.socket.close, connections.values())))
+        with _store_errors(self._main_store), self.watch.status.waiting(others, how):
             keys = self.publish(value)
             while not self.store.check(keys):
                 cause = self.watch.cause or self.watch.failures.read()
-                if cause is None and time.monotonic() > next_check:
-                    next_check = time.monotonic() + PROCESS_INTERVAL
-                    cause = self._check_missing_rank(keys, connections)
                 if cause is not None and not self.store.check(keys):
                     raise cause.error()
                 if limited and time.monotonic() - start > self.timeout:
@@ -461,26 +431,15 @@ class Rendezvous:
                 pause = min(2 * pause, 0.05)
         if not self.complete:
             self.complete = True
-            addresses = self._read([f"address/{rank}" for rank in self.ranks], ADDRESSES)
-            self.watch.sockets.peer_addresses |= {tuple(address["gloo"]) for address in addresses}
+            addresses = self._read([f"address/{rank}" for rank in self.ranks], (str, int))
+            self.watch.sockets.peer_addresses |= {(host, port) for host, port in addresses}
         return self._read(keys, {})
 
-    def _read(self, keys: Sequence[str], schema: Any) -> list[dict[str, Any]]:
+    def _read(self, keys: Sequence[str], schema: Any) -> list[Any]:
         values = {key: read_value(self.store, key, schema) for key in keys}
         if invalid := [key for key, value in values.items() if value is None]:
             raise PipelineError(f"{invalid[0]} in the store is not a rank's: does another program write to it?")
         return list(values.values())
-
-    def _check_missing_rank(self, keys: Sequence[str], connections: dict[int, socket.socket]) -> Cause | None:
-        """The cause, if the process of the next missing rank is gone. The ranks before other ones check those."""
-        count = len(keys)
-        after = [(self.rank + i) % count for i in range(1, count)]
-        missing = next((rank for rank in after if not self.store.check([keys[rank]])), None)
-        if missing is None or not sockets.process_ended(self._main_store, self.ranks[missing], connections):
-            return None
-        if self.store.check([keys[missing]]):
-            return None  # it has arrived since, and has ended: the watch reports it
-        return self.watch.failures.publish(Cause(self.ranks[missing], "", NEVER_BUILT))
 
 
 @contextmanager
