@@ -22,12 +22,11 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from penstock.engine.failure.sockets import (
     disconnect_store,
     limit_store_silence,
-    printable,
+    read_record,
     read_value,
     store_address,
 )
 from penstock.errors import PipelineError, text_of
-from penstock.json_schema import Maybe
 
 CAUSE_WAIT = 4.0  # seconds to wait for a published cause when a channel broke
 PUBLISH_SECONDS = 10.0  # for the store to take the error of a rank that fails
@@ -54,17 +53,6 @@ class Cause:
         if self.traceback:
             text += f"\n\nOn rank {self.rank}:\n{self.traceback}"
         return PipelineError(text, rank=self.rank, stage=self.stage, microbatch=self.microbatch, action=self.action)
-
-
-_SCHEMA = {  # of a cause
-    "rank": Maybe(int),
-    "kind": str,
-    "message": str,
-    "traceback": str,
-    "stage": Maybe(int),
-    "microbatch": Maybe(int),
-    "action": Maybe(str),
-}
 
 
 class FailureStore:
@@ -115,15 +103,11 @@ class FailureStore:
         return Cause(rank, "", f"{RANK_CLOSED} after {calls} calls of it, while others still use it")
 
     def read(self) -> Cause | None:
-        if not self.store.check(["cause"]):
-            return None
-        data: dict[str, Any] | None = read_value(self.store, "cause", _SCHEMA)
-        if data is None or data.get("rank") not in (None, *self.ranks):
+        found = read_record(self.store, "cause", Cause)
+        if found is None or found.rank not in (None, *self.ranks):
             return None
         self.known_since = self.known_since or time.monotonic()
-        found = [(name, data.get(name)) for name in _SCHEMA]
-        values: dict[str, Any] = {name: printable(one) if isinstance(one, str) else one for name, one in found}
-        return Cause(**values)
+        return found
 
     def publish(self, cause: Cause) -> Cause:
         """Publish a cause if none is published yet; return the published one."""

@@ -37,7 +37,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock._torch import nccl_backend, process_groups
 from penstock.errors import PlanError
-from penstock.json_schema import check_schema, parse_json
+from penstock.json_schema import Maybe, check_schema, parse_json
 
 logger = logging.getLogger("penstock")
 
@@ -181,6 +181,29 @@ def read_value(store: Any, key: str, schema: Any) -> Any:
 
 
 _reported_keys: set[str] = set()
+
+
+def read_record(store: Any, key: str, kind: type[T]) -> T | None:
+    """A dataclass that another rank has published as JSON; None if there is none, or it is invalid."""
+    if not store.check([key]):
+        return None
+    schema = {name: _schema(hint) for name, hint in get_type_hints(kind).items()}
+    data = read_value(store, key, schema)
+    return None if data is None else kind(**{name: _from_json(data.get(name)) for name in schema})
+
+
+def _schema(hint: Any) -> Any:
+    """The JSON schema of a type: a plain one, a tuple, or one of these and None."""
+    arguments = get_args(hint)
+    if type(None) in arguments:
+        return Maybe(_schema(arguments[0]))
+    return hint if not arguments else [arguments[0]] if ... in arguments else arguments
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    return tuple(map(_from_json, value)) if isinstance(value, list) else value
 
 
 def printable(text: str) -> str:
@@ -351,15 +374,16 @@ def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
 
 def _store_port(store: Any) -> int | None:
     """The port of the store; only a TCPStore has one."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return getattr(store, "port", None)
+    return getattr(_without_prefixes(store), "port", None)
 
 
 def store_address(store: Any) -> str:
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
+    store = _without_prefixes(store)
     return f"{getattr(store, 'host', 'this machine')}:{getattr(store, 'port', '')}".rstrip(":")
+
+
+def _without_prefixes(store: Any) -> Any:
+    return _without_prefixes(store.underlying_store) if hasattr(store, "underlying_store") else store
 
 
 def limit_store_silence(store: Any, seconds: float | None) -> None:

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 
 from penstock.engine.failure.cause import Cause
-from penstock.engine.failure.sockets import printable, read_value
-from penstock.json_schema import Maybe
+from penstock.engine.failure.sockets import read_record
 from penstock.schedule.lower import Instruction
 
 TIMEOUT = "timed out"  # a kind of cause that no exception type can have
@@ -95,19 +94,6 @@ class Snapshot:
             return f"has been {self.what} for {self.age:.0f} s{place}"
         ended = "its last one ended" if self.what else "it has run none since it built its pipeline"
         return f"is not in a step: {ended} {self.age:.0f} s ago{place}"
-
-
-_SNAPSHOT: dict[str, Any] = {  # its schema
-    "kind": str,
-    "what": str,
-    "ranks": [int],
-    "place": Maybe((int, int, str)),
-    "age": float,
-    "beat": int,
-    "silent": float,
-    "line": str,
-    "stack": str,
-}
 
 
 class RankStatus:
@@ -296,17 +282,9 @@ class Heartbeat:
 
     def read(self, rank: int, now: float) -> Snapshot | None:
         """The last snapshot that a rank has sent, if any."""
-        key = f"status/{rank}"
-        if not self.store.check([key]):
+        snapshot = read_record(self.store, f"status/{rank}", Snapshot)
+        if snapshot is None or (snapshot.kind == "waits" and not snapshot.ranks):
             return None
-        data = read_value(self.store, key, _SNAPSHOT)
-        if data is None or (data["kind"] == "waits" and not data["ranks"]):
-            return None
-        values: dict[str, Any] = {
-            name: printable(data[name]) if schema is str else data.get(name) for name, schema in _SNAPSHOT.items()
-        }
-        values["ranks"], values["place"] = tuple(data["ranks"]), data.get("place") and tuple(data["place"])
-        snapshot = Snapshot(**values)
         beat, since = self._read.get(rank, (-1, now))
         if beat != snapshot.beat:
             self._read[rank] = (snapshot.beat, now)
