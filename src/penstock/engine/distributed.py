@@ -112,21 +112,14 @@ class DistributedExecutor(Executor):
 
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
-        return self._timed("step", lambda: self._run_minibatch(value, targets, outputs, training=True, loss=True))
-
-    def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
-        """Outputs are on the last stage's rank, the loss on every rank; replicas take part where a loss is wanted."""
-        return self._timed("evaluate", lambda: self._run_minibatch(value, targets, outputs, training=False, loss=loss))
-
-    def _timed(self, kind: str, work: Callable[[], StepOutcome]) -> StepOutcome:
+    def _run_minibatch(self, value: Any, targets: Any, outputs: Outputs, *, training: bool, loss: bool) -> StepOutcome:
         self.wait_timer.seconds, start = 0.0, perf_counter()
-        with self.recording_run(kind):
-            outcome: StepOutcome = self.guarded(work)
+        with self.recording_run("step" if training else "evaluate"):
+            outcome: StepOutcome = self.guarded(lambda: self._run_guarded(value, targets, outputs, training, loss))
         self.bubble = None if self.device.type == "cuda" else self.wait_timer.seconds / (perf_counter() - start)
         return outcome
 
-    def _run_minibatch(self, value: Any, targets: Any, outputs: Outputs, training: bool, loss: bool) -> StepOutcome:
+    def _run_guarded(self, value: Any, targets: Any, outputs: Outputs, training: bool, loss: bool) -> StepOutcome:
         with self.recording_span("announce"):
             header, messages = self.announce(value, targets, training, caller_loss=False)
         sizes, end = header.sizes, self.loss
@@ -149,12 +142,13 @@ class DistributedExecutor(Executor):
                 reducer.begin()
             self.gather_shards()
             edges = input_edges(messages)
-            with self.ties.reducing() if training and self.ties.copies else nullcontext():
-                grads = self._run_program(header, messages, grad=training)
-                if reducer is not None:
-                    with self.recording_span("reduce"):
-                        reducer.finish()
-            if not training:
+            grads = self._run_program(header, messages, grad=training)
+            if reducer is not None:
+                with self.recording_span("reduce"):
+                    reducer.finish()
+            if training:
+                self.ties.sum_grads()
+            else:
                 for sharded in self.sharded:
                     sharded.reshard()
             with self.recording_span("loss"):
@@ -461,11 +455,12 @@ class _PendingBackward(PipelineCall):
         executor, io = self.executor, self.io
         io.seed = seeds.__getitem__
         io.grads = [()] * self.count
-        stash = GradStash(executor.parameters(), apart=executor.replicas is not None)
-        with executor.fp32 or nullcontext(), stash, with_training_modes(self.modes), executor.ties.reducing():
+        stash = GradStash(executor.parameters(), apart=executor.replicas is not None, ties=executor.ties)
+        with executor.fp32 or nullcontext(), stash, with_training_modes(self.modes):
             executor.run(self.halves[1], self.context, self.variants, self.run_name, grad=False)
             if executor.reducer is not None:
                 executor.reducer.finish()
+            executor.ties.sum_grads()
         grads, io.grads, io.seed = io.grads, None, None
         executor.pending = None
         return grads

@@ -98,9 +98,10 @@ class Executor(ABC):
         # Gradients of earlier steps are kept apart, unless the loss is known not to rescale this step's.
         apart = self._rescales is not False or self.replicas is not None
         parameters = (*self.parameters(), *self.loss_parameters)
-        with self.weights_in_use(), self.fp32 or nullcontext(), GradStash(parameters, apart=apart) as stash:
+        stash = GradStash(parameters, apart=apart, ties=self.ties)
+        with self.weights_in_use(), self.fp32 or nullcontext(), stash:
             try:
-                outcome = self._train(value, targets, outputs)
+                outcome = self._run_minibatch(value, targets, outputs, training=True, loss=True)
             except BaseException:
                 if self.weights is not None:
                     self.weights.end_run()
@@ -115,12 +116,18 @@ class Executor(ABC):
                 )
         return outcome
 
-    @abstractmethod
-    def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome: ...
+    def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
+        """The outputs of one mini-batch without a graph, and its loss where there are targets and ``loss`` is set.
+
+        Under a mesh, outputs are on the last stage's rank and the loss is on every rank; replicas take part where a
+        loss is wanted.
+        """
+        return self._run_minibatch(value, targets, outputs, training=False, loss=loss)
 
     @abstractmethod
-    def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
-        """The outputs of one mini-batch without a graph, and its loss where there are targets and ``loss`` is set."""
+    def _run_minibatch(
+        self, value: Any, targets: Any, outputs: Outputs, *, training: bool, loss: bool
+    ) -> StepOutcome: ...
 
     def stream(self, values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
@@ -231,11 +238,12 @@ class GradStash:
     """Around a step: the gradients from before it are added to the step's, or restored if it fails.
 
     ``apart``: existing gradients are removed from ``.grad`` during the step, because a loss that returns counts
-    rescales what the step adds.
+    rescales what the step adds. Those of tied parameters always are, because the step's are summed over the copies.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, apart: bool) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, apart: bool, ties: Ties) -> None:
         self.parameters, self.apart = parameters, apart
+        self.tied = {parameter for copies in ties.copies for parameter in copies}
         self.before: dict[nn.Parameter, Tensor | None] = {}
         self.factor: float | None = None  # what the step's gradients are multiplied by; None: nothing
 
@@ -243,7 +251,7 @@ class GradStash:
         for parameter in self.parameters:
             if parameter.grad is None:
                 self.before[parameter] = None
-            elif self.apart:
+            elif self.apart or parameter in self.tied:
                 self.before[parameter] = parameter.grad
                 parameter.grad = None
         return self

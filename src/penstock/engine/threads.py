@@ -104,39 +104,31 @@ class ThreadExecutor(Executor):
 
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def _train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
-        with self._running("step"):
-            loss = self.loss
-            sizes, messages, variants = self.split(value, grad=True)
-            if targets is None and loss.rule.wants_targets:
+    def _run_minibatch(self, value: Any, targets: Any, outputs: Outputs, *, training: bool, loss: bool) -> StepOutcome:
+        with self._running("step" if training else "evaluate"):
+            end = self.loss
+            sizes, messages, variants = self.split(value, grad=training)
+            if not training:
+                messages = [message._replace(wants=()) for message in messages]
+            missing = targets is None and end.rule.wants_targets
+            if training and missing:
                 raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
-            parts = split_targets(targets, sizes, self.last_device)
-            program = self.program(True, len(sizes))
+            parts = split_targets(targets, sizes, self.last_device) if loss and not missing else None
+            program = self.program(training, len(sizes))
             io = program.io
-            loss.begin(sizes, parts, outputs, training=True)
-            io.seed = loss.seed
-            io.grads = [()] * len(sizes)
-            origins = input_edges(messages)
-            with self.ties.reducing() if self.ties.copies else nullcontext(), BorrowedInputs(messages) as io.inputs:
-                self.run(program, variants, grad=True, run_name=self.next_run_name(training=True))
-            total, factor = loss.finish()
-            backward_inputs(origins, io.grads, factor)
+            end.begin(sizes, parts, outputs, training=training)
+            io.seed = end.seed
+            grads: list[Grads] = [()] * len(sizes)
+            io.grads = grads
+            edges = input_edges(messages)
+            with BorrowedInputs(messages) as io.inputs:
+                self.run(program, variants, grad=training, run_name=self.next_run_name(training=training))
             io.inputs, io.grads = [], None
-            return StepOutcome(total, factor, loss.take_outputs(), sum(sizes), len(sizes))
-
-    def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
-        with self._running("evaluate"):
-            own_loss = self.loss
-            sizes, messages, variants = self.split(value, grad=False)
-            has_loss = loss and not (targets is None and own_loss.rule.wants_targets)
-            parts = split_targets(targets, sizes, self.last_device) if has_loss else None
-            program = self.program(False, len(sizes))
-            own_loss.begin(sizes, parts, outputs)
-            program.io.inputs = [message.detached()._replace(wants=()) for message in messages]
-            self.run(program, variants, grad=False, run_name=self.next_run_name(training=False))
-            program.io.inputs = []
-            total, _ = own_loss.finish()
-            return StepOutcome(total, None, own_loss.take_outputs(), sum(sizes), len(sizes))
+            total, factor = end.finish()
+            if training:
+                self.ties.sum_grads()
+                backward_inputs(edges, grads, factor)
+            return StepOutcome(total, factor if training else None, end.take_outputs(), sum(sizes), len(sizes))
 
     def split(self, value: Any, *, grad: bool) -> SplitInputs:
         """The micro-batches of a mini-batch."""

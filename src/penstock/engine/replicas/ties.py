@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -29,38 +28,20 @@ from penstock.split.plan import Plan, Tie
 
 
 class Ties:
-    """Copies of tied parameters. ``sum_grads`` replaces the gradients of one tie's copies by their sum."""
+    """Copies of tied parameters."""
 
     copies: list[list[nn.Parameter]]  # per tie, the copies in this process
 
     def align(self) -> None:
         raise PlanError("under a mesh each rank's optimizer has that rank's own parameters: use pipe.parameters()")
 
-    def sum_grads(self, number: int) -> None:
+    def sum_grads(self) -> None:
+        """Give every copy the sum of a step's gradients. Those of earlier steps are summed already: see `GradStash`."""
         raise NotImplementedError
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Whether gradient norms count this parameter: of tied copies, the first only."""
         raise NotImplementedError
-
-    @contextmanager
-    def reducing(self) -> Iterator[None]:
-        """Around a step: every copy gets the sum of the step's gradients.
-
-        Gradients of earlier steps are summed already, and are stashed meanwhile.
-        """
-        parameters = [parameter for copies in self.copies for parameter in copies]
-        before = [parameter.grad for parameter in parameters]
-        try:
-            for parameter in parameters:
-                parameter.grad = None
-            yield
-            for number in range(len(self.copies)):
-                self.sum_grads(number)
-        finally:
-            for parameter, old in zip(parameters, before, strict=True):
-                if old is not None:
-                    parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
 
 
 class LocalTies(Ties):
@@ -76,12 +57,12 @@ class LocalTies(Ties):
             for other in others:
                 other.data.copy_(first.data)
 
-    def sum_grads(self, number: int) -> None:
-        copies = self.copies[number]
-        total = self.total([parameter.grad for parameter in copies])
-        if total is not None:
-            for parameter in copies:
-                set_grad(parameter, total.to(parameter.device, copy=True))
+    def sum_grads(self) -> None:
+        for copies in self.copies:
+            total = self.total([parameter.grad for parameter in copies])
+            if total is not None:
+                for parameter in copies:
+                    set_grad(parameter, total.to(parameter.device, copy=True))
 
     @staticmethod
     def total(grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -121,10 +102,12 @@ class ProcessTies(Ties):
                 self._collective(-1, to_local(parameter).detach(), lambda group, tensor: group.broadcast(tensor, 0))
                 self.copies.append([parameter])
 
-    def sum_grads(self, number: int) -> None:
-        (parameter,) = self.copies[number]
-        if not parameter.requires_grad:
-            return
+    def sum_grads(self) -> None:
+        for number, (parameter,) in enumerate(self.copies):
+            if parameter.requires_grad:
+                self._sum_grads(number, parameter)
+
+    def _sum_grads(self, number: int, parameter: nn.Parameter) -> None:
         grad = parameter.grad
         dense = grad is not None and not grad.is_sparse
         counts = torch.tensor([grad is not None, dense], dtype=torch.float32, device=self.device)
