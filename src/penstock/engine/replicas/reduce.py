@@ -44,12 +44,11 @@ class GradReducer:
         modules: Mapping[int, nn.Module],
         replicas: ReplicaGroup | None,
         parallel: Mapping[int, ParallelizedStage],
-        bucket: int | None = None,
     ) -> None:
         self.replicas = replicas
         self.sharded = {s: made.sharded for s, made in parallel.items() if made.sharded is not None}
         self.ddp = {key: settings for made in parallel.values() for key, settings in made.wrapped.items()}
-        self.bucket = BUCKET if bucket is None else bucket
+        self.bucket = BUCKET
         self.stages: dict[int, list[nn.Parameter]] = {}
         seen: set[int] = set()
         # A parameter of several stages of this rank is complete with the first of them, whose backward is the last.
