@@ -326,16 +326,12 @@ def _combine(momentum: float | None, updates: Sequence[int], old: Tensor, new: S
 
     ``updates`` has the number of updates in ``old``, then in ``new``.
     """
-    total, count = old.double(), updates[0]
+    before, total, count = updates[0], old.double(), updates[0]
     for value, number in zip(new, updates[1:], strict=True):
-        added_updates = number - updates[0]
-        if added_updates:
-            # With momentum None the statistics are the mean of all updates: an old value keeps its share of them.
-            share = updates[0] / number if momentum is None else (1 - momentum) ** added_updates
-            keep = count / (count + added_updates) if momentum is None else share
-            added = value.double() - share * old.double()
-            if momentum is None:
-                added *= number / (count + added_updates)
-            total = keep * total + added
-            count += added_updates
+        added = number - before
+        if added and momentum is None:  # the statistics are the mean of all updates
+            total = (total * count + value.double() * number - old.double() * before) / (count + added)
+        elif added and momentum is not None:
+            total = value.double() + (1 - momentum) ** added * (total - old.double())
+        count += added
     return total
