@@ -48,25 +48,18 @@ class BufferGuard:
         self.parts = {
             path: part for path, part in module.named_modules() if part._buffers and not has_torch_forward(part)
         }
-        self.entries = [
-            _BufferEntry(part._buffers, name, f"{path}.{name}" if path else name)
-            for path, part in self.parts.items()
-            for name in part._buffers
-        ]
+        self.entries: list[_BufferEntry] = []
         # Parameters, and tensors that are attributes, that no forward has changed. The others are among the entries.
-        self.parameters = [
-            _BufferEntry(part._parameters, name, f"{path}.{name}" if path else name)
-            for path, part in ({} if sharded else dict(module.named_modules())).items()
-            if not isinstance(part, torch.jit.ScriptModule)
-            for name in part._parameters
-        ]
-        self.parameters += [
-            _BufferEntry(vars(part), name, f"{path}.{name}" if path else name)
-            for path, part in module.named_modules()
-            if not is_library(type(part))
-            for name, value in vars(part).items()
-            if isinstance(value, Tensor)
-        ]
+        self.parameters: list[_BufferEntry] = []
+        for path, part in module.named_modules():
+            prefix = f"{path}." if path else ""
+            if path in self.parts:
+                self.entries += [_BufferEntry(part._buffers, name, prefix + name) for name in part._buffers]
+            if not sharded and not isinstance(part, torch.jit.ScriptModule):
+                self.parameters += [_BufferEntry(part._parameters, name, prefix + name) for name in part._parameters]
+            if not is_library(type(part)):
+                tensors = [name for name, value in vars(part).items() if isinstance(value, Tensor)]
+                self.parameters += [_BufferEntry(vars(part), name, prefix + name) for name in tensors]
         self._versions: list[tuple[_BufferEntry, Tensor | None, int]] | None = None  # of these, when the run began
         self._writes = _WriteDetector(())
         self._known: set[object] = set()
