@@ -173,39 +173,34 @@ def unlogged_fake_tensor_errors() -> Iterator[None]:
 
 
 @contextmanager
-def unchecked_data() -> Iterator[None]:
-    """Leave out ``torch._check_tensor_all``: an assertion about data, which fake tensors do not have."""
-    name = "_check_tensor_all_with"
-    original = getattr(torch, name, None)
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute, where it exists."""
+    original = getattr(owner, name, None)
     try:
         if original is not None:
-            setattr(torch, name, lambda *_: None)
+            setattr(owner, name, value)
         yield
     finally:
         if original is not None:
-            setattr(torch, name, original)
+            setattr(owner, name, original)
 
 
-@contextmanager
-def replaced_checkpoint(around: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def unchecked_data() -> AbstractContextManager[None]:
+    """Leave out ``torch._check_tensor_all``: an assertion about data, which fake tensors do not have."""
+    return _replaced(torch, "_check_tensor_all_with", lambda *_: None)
+
+
+def replaced_checkpoint(around: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
     """Let ``checkpoint(function, …, use_reentrant=False)`` call its function in ``around()`` and do nothing else.
 
     Without torch's generator, checkpoints run as they are.
     """
-    module, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
-    original = getattr(module, name, None)
 
     def generator(*_: Any, **__: Any) -> Iterator[None]:
         with around():
             yield
 
-    try:
-        if original is not None:
-            setattr(module, name, generator)
-        yield
-    finally:
-        if original is not None:
-            setattr(module, name, original)
+    return _replaced(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", generator)
 
 
 # ── tensors and operators ────────────────────────────────────────────────────────────────────────────────────────────
