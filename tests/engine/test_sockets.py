@@ -22,10 +22,10 @@ from penstock.engine.channel.base import open_group
 from penstock.engine.failure import sockets
 from penstock.engine.failure.sockets import (
     PipelineSockets,
+    RankProcess,
     StoreClient,
-    connect_liveness,
-    is_broken,
-    open_liveness_port,
+    close_process_ports,
+    publish_process,
 )
 
 CPU = torch.device("cpu")
@@ -194,42 +194,53 @@ def test_store_connections_are_reused_unless_they_were_shut_down() -> None:
 # ── liveness ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def breaks(connection: socket.socket) -> bool:
+@pytest.fixture(autouse=True)
+def closed_connections() -> Iterator[None]:
+    yield
+    while sockets._connections:
+        sockets._connections.popitem()[1].close()
+
+
+def ends(process: RankProcess) -> bool:
     end = time.monotonic() + 10
-    while not is_broken(connection) and time.monotonic() < end:
+    while not process.ended() and time.monotonic() < end:
         time.sleep(0.01)
-    return is_broken(connection)
+    return process.ended()
 
 
-def test_a_liveness_connection_breaks_when_its_listener_closes() -> None:
-    listener = open_liveness_port("127.0.0.1")
-    address = listener.getsockname()
-    connection = connect_liveness(address)
+def test_a_process_has_ended_when_its_port_is_closed(store: Any) -> None:
+    process, too_late = RankProcess(store, 3), RankProcess(store, 3)
+    assert not process.ended()  # nothing is published
+    publish_process(store, 3)
+    assert not process.ended()
     time.sleep(0.1)
-    assert not is_broken(connection)
-    listener.close()
-    assert breaks(connection)
-    connection.close()
-    with pytest.raises(ConnectionRefusedError):
-        connect_liveness(address)
+    assert not process.ended()
+    close_process_ports()
+    assert ends(process)
+    assert too_late.ended()  # its connection is refused
+    publish_process(store, 3)
+    assert not RankProcess(store, 3).ended()
+
+
+def test_the_loopback_address_of_another_machine_says_nothing(store: Any) -> None:
+    store.set("penstock/process/3", '["another machine", "127.0.0.1", 1]')
+    assert not RankProcess(store, 3).ended()
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_child_does_not_keep_the_listener_open() -> None:
+def test_a_forked_child_does_not_keep_the_port_open(store: Any) -> None:
     """Data loader workers are forks that may outlive a killed process."""
-    listener = open_liveness_port("127.0.0.1")
-    address = listener.getsockname()
-    connection = connect_liveness(address)
+    publish_process(store, 3)
+    process = RankProcess(store, 3)
     child = os.fork()
     if child == 0:
         time.sleep(60)
         os._exit(0)
     try:
         time.sleep(0.1)
-        assert not is_broken(connection)
-        listener.close()
-        assert breaks(connection)
+        assert not process.ended()
+        close_process_ports()
+        assert ends(process)
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
-        connection.close()

@@ -252,18 +252,6 @@ _aborted: WeakSet[Any] = WeakSet()
 # ── the liveness ring ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_liveness_ports: WeakSet[socket.socket] = WeakSet()
-
-
-def open_liveness_port(host: str) -> socket.socket:
-    """A listening socket that another rank connects to."""
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.bind((host, 0))
-    sock.listen(4096)
-    _liveness_ports.add(sock)
-    return sock
-
-
 _process_ports: WeakKeyDictionary[Any, socket.socket] = WeakKeyDictionary()  # by the store of the process group
 
 
@@ -272,7 +260,8 @@ def publish_process(store: Any, rank: int) -> None:
     port = _process_ports.get(store)
     if port is None or port.fileno() < 0:  # it is closed in a fork
         _, (host, _) = _gloo_device()
-        port = _process_ports[store] = open_liveness_port(host)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        port = _process_ports[store] = socket.create_server((host, 0), family=family, backlog=4096)
         finalize(store, port.close).atexit = False  # at exit, ``close_process_ports`` closes it
         store.set(f"penstock/process/{rank}", json.dumps([socket.gethostname(), *port.getsockname()[:2]]))
 
@@ -281,6 +270,10 @@ def close_process_ports() -> None:
     """Let the others know at once that this program ends."""
     for port in list(_process_ports.values()):
         port.close()
+
+
+# A fork of this process, such as a data loader's worker, must not keep its ports open.
+os.register_at_fork(after_in_child=close_process_ports)
 
 
 class RankProcess:
@@ -313,8 +306,12 @@ _connections: dict[Address, socket.socket] = {}  # to the ports of other process
 
 def connect_liveness(address: Address) -> socket.socket:
     """A connection to another process's port. Raises ``ConnectionRefusedError`` if it is closed."""
+    for other, old in list(_connections.items()):
+        if is_broken(old):
+            _connections.pop(other, None)
+            old.close()
     sock = _connections.get(address)
-    if sock is None or is_broken(sock):
+    if sock is None:
         sock = _connections[address] = socket.create_connection(address, timeout=2.0)
         sock.setblocking(False)
         # A machine that is switched off closes nothing: keepalive notices it within a minute.
@@ -332,15 +329,6 @@ def is_broken(sock: socket.socket) -> bool:
         return False
     except OSError:
         return True
-
-
-def _close_in_child() -> None:
-    """A fork of this process, such as a data loader's worker, must not keep its ports open."""
-    for sock in list(_liveness_ports):
-        sock.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 # ── the sockets of this process ──────────────────────────────────────────────────────────────────────────────────
