@@ -52,12 +52,7 @@ class _ForwardState(threading.local):
 forward_state = _ForwardState()
 
 
-def _current_variant() -> str | None:
-    microbatch = forward_state.microbatch
-    return None if microbatch is None else microbatch.variant
-
-
-TracedStage.current_variant = staticmethod(_current_variant)
+TracedStage.current_variant = staticmethod(lambda: getattr(forward_state.microbatch, "variant", None))
 
 
 @contextmanager
