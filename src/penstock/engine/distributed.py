@@ -29,7 +29,7 @@ from penstock.engine.replicas.dtensor import to_full
 from penstock.engine.replicas.reduce import GradReducer
 from penstock.engine.replicas.ties import ProcessTies
 from penstock.engine.runner import Runner
-from penstock.engine.stage import StageEngine, begin_run
+from penstock.engine.stage import StageEngine
 from penstock.engine.step_protocol import StepHeader, StepProtocol, StepRejected
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
@@ -146,9 +146,9 @@ class DistributedExecutor(Executor):
             if reducer is not None:
                 with self.recording_span("reduce"):
                     reducer.finish()
-            if training:
+            if training and self.ties.copies:
                 self.ties.sum_grads()
-            else:
+            if not training:
                 for sharded in self.sharded:
                     sharded.reshard()
             with self.recording_span("loss"):
@@ -196,17 +196,9 @@ class DistributedExecutor(Executor):
     def run(
         self, runner: Runner, context: CallerContext, variants: Sequence[str | None], run_name: str, *, grad: bool
     ) -> None:
-        stages = self.stages.values()
-        begin_run(stages, context, variants, run_name)
-        self.status.runner, self.status.phase = runner, REDUCE_GRADS
-        try:
-            with torch.set_grad_enabled(grad):
-                self.recorded(runner)()
-        finally:
-            if self.weights is not None:
-                self.weights.end_run()
-        for stage in stages:
-            stage.microbatches = ()
+        with self.prepared_stages(context, variants, run_name), torch.set_grad_enabled(grad):
+            self.status.runner, self.status.phase = runner, REDUCE_GRADS
+            self.recorded(runner)()
 
     def gather_shards(self) -> None:
         """Before a run: gather the parameters of stages that FSDP shards over the replicas."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from penstock.engine.forward_context import caller_context
+from penstock.engine.forward_context import CallerContext, MicroBatch, caller_context
 from penstock.engine.loss import LossAndOutputs, Outputs, StepOutcome
 from penstock.engine.loss_terms import LossWeights
 from penstock.engine.message import Grads, Message, Spec, unflatten
@@ -36,7 +36,7 @@ from penstock.engine.replicas import ReplicaGroup
 from penstock.engine.replicas.fp32_accumulate import Fp32GradAccumulator
 from penstock.engine.replicas.ties import Ties
 from penstock.engine.runner import Runner
-from penstock.engine.stage import StageEngine
+from penstock.engine.stage import StageEngine, begin_run
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
 from penstock.split.plan import Plan
@@ -154,6 +154,20 @@ class Executor(ABC):
     @abstractmethod
     def reschedule(self, source: ScheduleProvider) -> None:
         """Use another order from the next step on. Under a mesh all ranks do so between the same steps."""
+
+    @contextmanager
+    def prepared_stages(
+        self, context: CallerContext, variants: Sequence[str | None], run_name: str
+    ) -> Iterator[Sequence[MicroBatch]]:
+        """Around the programs of a run: the stages work on these micro-batches."""
+        stages = self.stages.values()
+        try:
+            yield begin_run(stages, context, variants, run_name)
+        finally:
+            if self.weights is not None:
+                self.weights.end_run()
+            for stage in stages:
+                stage.microbatches = ()
 
     def weights_in_use(self) -> AbstractContextManager[None]:
         """Around a run: weights that live on the host are moved to their devices as stages need them."""

@@ -125,9 +125,9 @@ class ThreadExecutor(Executor):
                 self.run(program, variants, grad=training, run_name=self.next_run_name(training=training))
             io.inputs, io.grads = [], None
             total, factor = end.finish()
-            if training:
+            if self.ties.copies and training:
                 self.ties.sum_grads()
-                backward_inputs(edges, grads, factor)
+            backward_inputs(edges, grads, factor)
             return StepOutcome(total, factor if training else None, end.take_outputs(), sum(sizes), len(sizes))
 
     def split(self, value: Any, *, grad: bool) -> SplitInputs:
@@ -209,15 +209,9 @@ class ThreadExecutor(Executor):
         Returns whether a layer has called ``current_microbatch``.
         """
         variants = variants or [None] * program.microbatches
-        microbatches = begin_run(self.stages.values(), context or caller_context(), variants, run_name)
-        start = perf_counter()
-        try:
+        with self.prepared_stages(context or caller_context(), variants, run_name) as microbatches:
+            start = perf_counter()
             self.wait(program, self.start(self.tasks(program, grad=grad)))
-        finally:
-            if self.weights is not None:
-                self.weights.end_run()
-            for stage in self.stages.values():
-                stage.microbatches = ()
         seconds, timers = perf_counter() - start, program.timers
         self.bubble = None if self.on_gpu else 1 - sum(timer.busy for timer in timers) / (seconds * len(timers))
         return any(microbatch.known for microbatch in microbatches)
