@@ -144,8 +144,8 @@ def merge_messages(messages: Sequence[Message]) -> tuple[Message, list[int]]:
 
 
 def split_grads(grads: Grads, sizes: Sequence[int]) -> list[Grads]:
-    """The gradients that go back over each edge."""
-    return [grads[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
+    """The gradients that go back over each edge; without ``sizes`` there is one edge."""
+    return [grads] if not sizes else [grads[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
 def tensor_message(tensor: Tensor, wants: Sequence[int], shared: Sequence[int] = ()) -> Message:

@@ -372,7 +372,7 @@ class StageEngine:
             found = [leaf.grad for leaf in inputs]
             for leaf in inputs:
                 leaf.grad = None
-            slot.grads = split_grads(found, slot.inputs_per_edge) if slot.inputs_per_edge else [found]
+            slot.grads = split_grads(found, slot.inputs_per_edge)
         slot.inputs = slot.roots = ()
 
     def input_gradient(self, grads: Grads, slot: Slot) -> None:
@@ -396,8 +396,7 @@ class StageEngine:
         else:
             with nullcontext() if self.norms is None else self.norms.ignoring:
                 found = list(run_backward(tuple(roots), tuple(grads), keep, False, targets, True, False))
-        mine = found[: len(slot.inputs)]
-        slot.grads = split_grads(mine, slot.inputs_per_edge) if slot.inputs_per_edge else [mine]
+        slot.grads = split_grads(found[: len(slot.inputs)], slot.inputs_per_edge)
         return found[len(slot.inputs) :]
 
     def close(self) -> None:

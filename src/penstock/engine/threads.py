@@ -31,7 +31,7 @@ from penstock.engine.replicas.ties import LocalTies
 from penstock.engine.runner import Bindings, LRUCache, PipelineIO, Runner, compile_program
 from penstock.engine.stage import Slot, StageEngine, begin_run, make_slots
 from penstock.errors import PipelineError, PlanError
-from penstock.schedule.lower import Instruction, LoweredProgram, lower
+from penstock.schedule.lower import Instruction, lower
 from penstock.schedule.provider import ScheduleProvider
 from penstock.schedule.schedule import Edge, Schedule
 from penstock.split.plan import Plan
@@ -157,15 +157,16 @@ class ThreadExecutor(Executor):
         key = (training, microbatches)
         if key not in self._programs:
             make = self.source.training if training else self.source.forward_only
-            programs = lower(make(microbatches), self.edges)
-            orders = [program.instructions for program in programs]
+            orders, slots = self.lower(make(microbatches))
             lockstep = self.lockstep and not training
-            slots = self.slots(programs)
             self._programs[key] = self.compile(orders, microbatches, slots, PipelineIO(), lockstep=lockstep)
         return self._programs[key]
 
-    def slots(self, programs: Sequence[LoweredProgram]) -> dict[tuple[int, int], Slot]:
-        return {key: slot for program in programs for key, slot in make_slots(program, self.stages).items()}
+    def lower(self, schedule: Schedule) -> tuple[list[Sequence[Instruction]], dict[tuple[int, int], Slot]]:
+        """The instructions of each rank, and the slot of each (stage, micro-batch)."""
+        programs = lower(schedule, self.edges)
+        slots = {key: slot for program in programs for key, slot in make_slots(program, self.stages).items()}
+        return [program.instructions for program in programs], slots
 
     def compile(
         self,
@@ -351,11 +352,10 @@ class _StreamedBatch:
         self.executor = executor
         self.loss_weights = LossWeights(())
         sizes, messages, variants = executor.split(value, grad=False)
-        programs = lower(executor.source.forward_only(len(sizes)), executor.edges)
+        orders, slots = executor.lower(executor.source.forward_only(len(sizes)))
         inputs = [message.detached()._replace(wants=()) for message in messages]
         io = PipelineIO(inputs, outputs=[None] * len(sizes))
-        orders = [program.instructions for program in programs]
-        self.program = executor.compile(orders, len(sizes), executor.slots(programs), io)
+        self.program = executor.compile(orders, len(sizes), slots, io)
         context, run_name = caller_context(), executor.next_run_name(training=False)
 
         def part(rank: int, task: Callable[[], None]) -> None:
@@ -385,12 +385,11 @@ class _ThreadCall(PipelineCall):
     ) -> None:
         super().__init__(executor, sizes, [p for p in executor.parameters() if p.requires_grad])
         self.executor, self.variants = executor, variants
-        programs = lower(schedule, executor.edges)
+        orders, self.slots = executor.lower(schedule)
         self.halves = [
-            [[i for i in program.instructions if i.kind in kinds] for program in programs]
+            [[i for i in order if i.kind in kinds] for order in orders]
             for kinds in (("F", "SEND_F"), ("R", "B", "SEND_B"))
         ]
-        self.slots = executor.slots(programs)
         self.stage_parameters = {
             index: [p for p in stage.module.parameters() if p.requires_grad] for index, stage in executor.stages.items()
         }
@@ -441,7 +440,7 @@ class _ThreadCall(PipelineCall):
                     if grad is not None:
                         crossed[id(leaf)] = grad if id(leaf) not in crossed else crossed[id(leaf)] + grad
                 own = [crossed.pop(id(leaf), None) for leaf in slot.inputs]
-                slot.grads = split_grads(own, slot.inputs_per_edge) if slot.inputs_per_edge else [own]
+                slot.grads = split_grads(own, slot.inputs_per_edge)
                 found = found[: len(wanted)]
             for parameter, grad in zip(wanted, found, strict=True):
                 if grad is not None:
