@@ -326,67 +326,34 @@ def _best_straight(segments: Segments, ranks: Ranks, limit: float) -> Cuts | Non
 
 
 def balanced(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts | None:
-    """Stages of equal work, then moves of a few cuts by one layer while the objective falls.
+    """Stages of equal work, or of work in proportion to memory; then moves of a few cuts while the objective falls.
 
     None if this finds no partition within the memory.
     """
-    n, stages = segments.n, len(placement)
-    if stages > n:
+    n = segments.n
+    if len(placement) > n:
         return None
-    shares = [ranks.speed]
-    if min(ranks.memory) < inf and max(ranks.memory) > 0:
-        by_memory = _memory_shares(segments, ranks)
-        shares += [by_memory] if any(by_memory) else []  # all zero where layers take no time
-    starts = {_even_cuts(segments, ranks, placement, share, avoid) for share in shares for avoid in (True, False)}
+    static, kept = segments.static_bytes(0, n), segments.activation_bytes(0, n)
+    fitting = [  # the share of the model that the memory of each rank holds
+        min(1.0, limit / (static + in_flight * kept or 1.0))
+        for limit, in_flight in zip(ranks.memory, ranks.in_flight, strict=True)
+    ]
+    starts = {_even_cuts(segments, placement, share) for share in (ranks.speed, fitting) if any(share)}
     searches = [_LocalSearch(segments, ranks, placement, list(cuts)) for cuts in starts]
     best = min(searches, key=lambda search: (search.value, search.cuts))
     return None if best.value[0] else tuple(best.cuts)
 
 
-def _memory_shares(segments: Segments, ranks: Ranks) -> tuple[float, ...]:
-    """The share of the work that each rank can do in the same time within its memory, if all layers were equal."""
-    whole = 0, segments.n
-    work, recompute = segments.work(*whole), segments.total("recompute", *whole)
-    static, kept = segments.static_bytes(*whole), segments.activation_bytes(*whole)
-    parts = (1.0,) if ranks.recompute else (0.0,) if ranks.recompute is False else tuple(k / 8 for k in range(9))
-
-    def share(rank: int, time: float) -> float:
-        """The largest share over some fractions that are recomputed."""
-        seconds, limit, in_flight = time * ranks.speed[rank], ranks.memory[rank], ranks.in_flight[rank]
-        sizes = [(part, static + in_flight * (1 - part) * kept) for part in parts]
-        return max(min(seconds / (work + part * recompute or 1.0), limit / (size or 1.0)) for part, size in sizes)
-
-    low, high = 0.0, 2 * (work + recompute) / min(ranks.speed)
-    for _ in range(30):  # the time in which all work is done; the longest one if the memory is too small
-        middle = (low + high) / 2
-        enough = sum(share(rank, middle) for rank in range(len(ranks))) >= 1
-        low, high = (low, middle) if enough else (middle, high)
-    return tuple(share(rank, high) for rank in range(len(ranks)))
-
-
-def _even_cuts(segments: Segments, ranks: Ranks, placement: Sequence[int], share: Sequence[float], avoid: bool) -> Cuts:
-    """Stages with work in proportion to ``share`` of their ranks; ``avoid`` cuts whose channel would be the bottleneck.
-
-    Dynamic programming over stages minimises the squared distance of each cut from its ideal place.
-    """
-    n, stages = segments.n, len(placement)
-    extra, before = n - stages, segments.work_before
-    weights = [share[rank] for rank in placement]
-    time = before[-1] / sum(weights)
-    penalty = before[-1] ** 2 * stages  # above any sum of distances
-    reached, ideal = [[0.0] * (extra + 1)], time * weights[0]
-    for s in range(1, stages):
-        costs = [(before[s + o] - ideal) ** 2 for o in range(extra + 1)]
-        if avoid and placement[s - 1] != placement[s]:
-            slow = time * stages / len(ranks)
-            costs = [cost + penalty * (segments.cut_seconds[s + o] > slow) for o, cost in enumerate(costs)]
-        reached.append(list(accumulate(map(add, reached[-1], costs), min)))
-        ideal += time * weights[s]
-    cuts, o = [n], extra
-    for s in range(stages - 1, 0, -1):
-        o = reached[s].index(reached[s][o])
-        cuts.append(s + o)
-    return tuple(reversed(cuts))
+def _even_cuts(segments: Segments, placement: Sequence[int], share: Sequence[float]) -> Cuts:
+    """Stages with work in proportion to the ``share`` of their ranks: each cut is at the layer next to its ideal."""
+    before, stages = segments.work_before, len(placement)
+    ideals = list(accumulate(share[rank] for rank in placement))
+    cuts = [0]
+    for s, ideal in enumerate(ideals[:-1], 1):
+        work = ideal / ideals[-1] * before[-1]
+        first, last = cuts[-1] + 1, segments.n - (stages - s)  # every stage has a layer
+        cuts.append(min(range(first, last + 1), key=lambda cut: abs(before[cut] - work)))
+    return (*cuts[1:], segments.n)
 
 
 class _LocalSearch:
