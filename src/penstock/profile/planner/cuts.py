@@ -143,12 +143,18 @@ class Ranks:
         return len(self.speed)
 
 
-def bottleneck(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> float:
-    """Seconds per micro-batch of the slowest rank or channel; infinite if a rank's memory is too small."""
-    runs: list[list[tuple[int, int]]] = [[] for _ in range(len(ranks))]
+def rank_runs(placement: Sequence[int], cuts: Cuts, p: int) -> list[list[tuple[int, int]]]:
+    """For each of ``p`` ranks: the layer ranges of its stages."""
+    runs: list[list[tuple[int, int]]] = [[] for _ in range(p)]
     for rank, run in zip(placement, pairwise((0, *cuts)), strict=True):
         runs[rank].append(run)
-    slowest = max(rank_time(segments, ranks, rank, own) for rank, own in enumerate(runs))
+    return runs
+
+
+def bottleneck(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> float:
+    """Seconds per micro-batch of the slowest rank or channel; infinite if a rank's memory is too small."""
+    runs = enumerate(rank_runs(placement, cuts, len(ranks)))
+    slowest = max(rank_time(segments, ranks, rank, own) for rank, own in runs)
     begins = pairwise(zip(placement, (0, *cuts), strict=False))
     channels = [segments.cut_seconds[begin] for (a, _), (b, begin) in begins if a != b]
     return max([slowest, *channels])
@@ -224,8 +230,7 @@ def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts
         )
         for stage in range(len(runs))
     ]
-    activation = [segments.activation_bytes(i, j) for i, j in runs]
-    inputs = [min(segments.input_bytes(i, j), kept) for (i, j), kept in zip(runs, activation, strict=True)]
+    _, _, activation, inputs = zip(*(segments.range_costs(*run) for run in runs), strict=True)
     return Costs(
         f=tuple(map(add, seconds("forward", overhead.forward), messages)),
         i=tuple(map(add, seconds("input_gradient", overhead.input_gradient), messages)),
@@ -235,7 +240,7 @@ def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts
         latency=link.latency,
         bandwidth=link.bandwidth,
         bytes=edges,
-        activation=tuple(activation),
+        activation=activation,
         keep=tuple(
             segments.deferred_bytes(i, j) / kept if kept else 1.0 for (i, j), kept in zip(runs, activation, strict=True)
         ),
@@ -254,10 +259,7 @@ def edges_between(segments: Segments, cuts: Cuts) -> dict[Edge, float]:
 
 def rank_static_bytes(segments: Segments, placement: Sequence[int], cuts: Cuts, p: int) -> tuple[float, ...]:
     """Per rank: bytes of parameters, gradients, optimizer state and buffers."""
-    sizes = [0.0] * p
-    for rank, (i, j) in zip(placement, pairwise((0, *cuts)), strict=True):
-        sizes[rank] += segments.static_bytes(i, j)
-    return tuple(sizes)
+    return tuple(sum(segments.static_bytes(*run) for run in runs) for runs in rank_runs(placement, cuts, p))
 
 
 # ── partitions ───────────────────────────────────────────────────────────────────────────────────────────────────

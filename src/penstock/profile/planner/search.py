@@ -10,13 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import inf
 
 from penstock.errors import PlanError
 from penstock.format import format_size_exact
 from penstock.profile.costs import Link, ModelCosts
-from penstock.profile.planner.cuts import Ranks, Segments, least_memory, placement_of
+from penstock.profile.planner.cuts import Ranks, Segments, least_memory, placement_of, rank_runs
 from penstock.profile.planner.joint import joint_search
 from penstock.profile.planner.result import Candidate, Configuration, Rejection
 from penstock.schedule.simulate import simulate
@@ -181,10 +180,10 @@ class _Evaluation:
             return None
         schedule, costs = found.result.schedule, found.costs
         simulation = simulate(schedule, costs, costs.edges)
-        gradients = [0.0] * configuration.pipe
-        for rank, (i, j) in zip(self.placement, pairwise((0, *found.cuts)), strict=True):
-            gradients[rank] += self.segments.total("gradients", i, j)
-        reduced = [self.replica_link.all_reduce_seconds(size, configuration.data) for size in gradients]
+        reduced = []
+        for runs in rank_runs(self.placement, found.cuts, configuration.pipe):
+            gradients = sum(self.segments.total("gradients", *run) for run in runs)
+            reduced.append(self.replica_link.all_reduce_seconds(gradients, configuration.data))
         end = max(ends[-1] + seconds for ends, seconds in zip(simulation.ends, reduced, strict=True))
         saved = None
         if not schedule.recomputed:
