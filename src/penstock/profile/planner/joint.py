@@ -29,6 +29,7 @@ from penstock.profile.planner.cuts import (
     choose_recompute,
     find_cuts,
     placement_of,
+    rank_runs,
     rank_static_bytes,
     stage_costs,
 )
@@ -285,10 +286,10 @@ class _Search:
         for counts in in_flight:
             limits = replace(self.ranks, in_flight=counts)
             for cuts in find_cuts(self.segments, limits, self.placement):
-                runs, recomputed = list(pairwise((0, *cuts))), set[int]()
-                for rank in range(p):
+                recomputed = set[int]()
+                for rank, runs in enumerate(rank_runs(self.placement, cuts, p)):
                     own = [stage for stage, other in enumerate(self.placement) if other == rank]
-                    chosen = choose_recompute(self.segments, limits, rank, [runs[stage] for stage in own])
+                    chosen = choose_recompute(self.segments, limits, rank, runs)
                     recomputed.update(own[number] for number in chosen or ())
                 yield cuts, frozenset(recomputed)
 
