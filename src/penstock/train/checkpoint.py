@@ -38,6 +38,7 @@ from penstock.train.checkpoint_files import (
     check_files,
     decode,
     encode,
+    gather,
     read_manifest,
     read_tensors,
     write_checkpoint,
@@ -106,8 +107,7 @@ def save(
     path, owner = Path(path), _Owner(pipe)
     tensors = {f"model.{name}": copies[0] for name, copies in owner.tensors.items()}
     values = {name: encode(value, f"values.{name}", tensors) for name, value in owner.values.items()}
-    states = {} if optimizer is None else owner.optimizer_states(optimizer, tensors)
-    groups = None if optimizer is None else owner.groups(optimizer)
+    groups, states = ([], {}) if optimizer is None else owner.optimizer_content(optimizer, tensors)
     content: dict[str, Any] = {"step": step, "steps": pipe.steps if isinstance(pipe, Pipeline) else step or 0}
     if owner.rank == 0:
         content["extra"] = encode(extra, "extra", tensors)
@@ -118,10 +118,7 @@ def save(
     group = owner.group()
 
     def write() -> None:
-        parts: list[Any] = [(generators, values, states, groups)]
-        if group is not None:
-            parts = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, (generators, values, states, groups), group=group)
+        parts = gather((generators, values, states, groups), group)
         content["random"] = [part[0] for part in parts]
         content["values"] = {name: value for part in reversed(parts) for name, value in part[1].items()}
         if optimizer is not None:
@@ -218,19 +215,14 @@ class Checkpoints:
 
         Every file is read, by one rank where there are several: then all ranks call it.
         """
-        several = dist.is_available() and dist.is_initialized()
-        rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-        found: list[Any] = [self.paths() if rank == 0 else None]
-        if several:
-            dist.broadcast_object_list(found)
-        for path in found[0]:
-            problems: list[Any] = [_damage(path, rank, world)]
-            if several:
-                own, problems = problems[0], [None] * world
-                dist.all_gather_object(problems, own)
+        world = dist.group.WORLD if dist.is_initialized() else None
+        rank, ranks = (0, 1) if world is None else (world.rank(), world.size())
+        path: Path
+        for path in gather(self.paths() if rank == 0 else None, world)[0]:
+            problems = gather(_damage(path, rank, ranks), world)
             problem = next((text for text in problems if text is not None), None)
             if problem is None:
-                return path  # type: ignore[no-any-return]
+                return path
             if rank == 0:
                 logger.warning("%s: it is left out", problem)
         return None
@@ -275,18 +267,17 @@ class Checkpoints:
             self._delete_old()
 
     def _delete_old(self) -> None:
-        several = dist.is_available() and dist.is_initialized()
-        if self.keep is not None and not (several and dist.get_rank()):
+        if self.keep is not None and not (dist.is_initialized() and dist.get_rank()):
             for old in self.paths()[self.keep :]:
                 (old / MANIFEST).unlink()  # from here on it is none
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def _damage(path: Path, rank: int, world: int) -> str | None:
+def _damage(path: Path, rank: int, ranks: int) -> str | None:
     """What is wrong with a checkpoint, by this rank's part of its files."""
     try:
         manifest = read_manifest(path)
-        check_files(path, manifest, sorted(manifest["files"])[rank::world])
+        check_files(path, manifest, sorted(manifest["files"])[rank::ranks])
     except CheckpointError as error:
         return str(error)
     return None
@@ -387,21 +378,16 @@ class _Owner:
                     )
         return found
 
-    def groups(self, optimizer: Optimizer) -> list[Any]:
-        """Each parameter group's options and names of parameters."""
-        tensors: dict[str, Tensor] = {}
-        rows = []
+    def optimizer_content(self, optimizer: Optimizer, tensors: dict[str, Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """Each parameter group's options and names of parameters; and the state of each parameter by name."""
+        groups, states = [], dict[str, Any]()
         for group, parameters in zip(optimizer.param_groups, self._parameters(optimizer), strict=True):
             options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
-            rows.append([encode(options, "optimizer", tensors), [name for name, _ in parameters]])
-        return rows
-
-    def optimizer_states(self, optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        states: dict[str, Any] = {}
-        for name, parameter in (entry for row in self._parameters(optimizer) for entry in row):
-            if name not in states and parameter in optimizer.state:
-                states[name] = encode(dict(optimizer.state[parameter]), f"optimizer.{name}", tensors)
-        return states
+            groups.append([encode(options, "optimizer", {}), [name for name, _ in parameters]])
+            for name, parameter in parameters:
+                if name not in states and parameter in optimizer.state:
+                    states[name] = encode(dict(optimizer.state[parameter]), f"optimizer.{name}", tensors)
+        return groups, states
 
     def stored_states(
         self, optimizer: Optimizer, path: Path, manifest: Mapping[str, Any], reader: _TensorReader

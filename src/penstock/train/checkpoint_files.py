@@ -151,41 +151,42 @@ class _Writer(FileSystemWriter):
         self.metadata = metadata
 
 
+def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The values of all ranks of ``group``, in order; without a group, the value alone."""
+    if group is None:
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def write_checkpoint(
-    path: Path, tensors: dict[str, Tensor], content: Mapping[str, Any] | None, group: dist.ProcessGroup | None
+    path: Path, tensors: dict[str, Tensor], content: Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> None:
     """Write the tensors of all ranks of ``group`` and the first rank's ``content``. All ranks call it.
 
     A tensor that several ranks have under one name is written by one of them. The new manifest replaces an old one at
     once, and only then are the old files deleted: at any moment there is one whole checkpoint.
     """
-    first = group is None or dist.get_rank(group) == 0
-    names = [f"data-{uuid.uuid4().hex[:8]}"]
-    if group is not None:
-        dist.broadcast_object_list(names, group=group, group_src=0)
-    folder = path / names[0]
+    rank = 0 if group is None else dist.get_rank(group)
+    data: str = gather(f"data-{uuid.uuid4().hex[:8]}", group)[0]
+    folder = path / data
     writer, planner = _Writer(folder), DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _torch_errors(f"the checkpoint {path} cannot be written"):
         save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-    rank = 0 if group is None else dist.get_rank(group)
     own = {file.name: [file.stat().st_size, checksum(file)] for file in folder.glob(f"__{rank}_*")}
-    parts: list[Any] = [own]
-    if group is not None:
-        parts = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, own, group=group)
-    error: list[str | None] = [None]
-    if first:
+    files = {name: entry for part in gather(own, group) for name, entry in part.items()}
+    error = None
+    if rank == 0:
         assert writer.metadata is not None
-        files = {name: entry for part in parts for name, entry in part.items()}
-        described = {"format": FORMAT, "data": names[0], "files": files, "tensors": _describe(writer.metadata)}
+        described = {"format": FORMAT, "data": data, "files": files, "tensors": _describe(writer.metadata)}
         try:
-            _replace(path, json.dumps({**described, **(content or {})}, separators=(",", ":")))
+            _replace(path, data, json.dumps({**described, **content}, separators=(",", ":")))
         except OSError as failure:
-            error = [f"{path / MANIFEST} cannot be written: {failure}"]
-    if group is not None:  # no rank goes on before the checkpoint is there
-        dist.broadcast_object_list(error, group=group, group_src=0)
-    if error[0] is not None:
-        raise CheckpointError(error[0])
+            error = f"{path / MANIFEST} cannot be written: {failure}"
+    error = gather(error, group)[0]  # no rank goes on before the checkpoint is there
+    if error is not None:
+        raise CheckpointError(error)
 
 
 def _describe(metadata: Metadata) -> dict[str, Any]:
@@ -201,9 +202,8 @@ def _describe(metadata: Metadata) -> dict[str, Any]:
     return found
 
 
-def _replace(path: Path, manifest: str) -> None:
-    """Make ``manifest`` the manifest of the checkpoint at ``path``, and delete the files of the one before."""
-    data = json.loads(manifest)["data"]
+def _replace(path: Path, data: str, manifest: str) -> None:
+    """Make ``manifest``, whose files are in ``data``, that of ``path``, and delete the files of the one before."""
     _sync(path / data)
     aside = path / f"{MANIFEST}.{data}"
     with open(aside, "w", encoding="utf-8") as file:
