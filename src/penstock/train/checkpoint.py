@@ -20,6 +20,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -58,21 +59,12 @@ class PendingSave:
     """A checkpoint that a thread is writing. ``wait()`` returns when it is there, or raises the error that it met."""
 
     def __init__(self, write: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(write,), name="penstock checkpoint")
-        self._thread.start()
-
-    def _run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:
-            self._error = error
+        thread = ThreadPoolExecutor(1, "penstock checkpoint")
+        self._written = thread.submit(write)
+        thread.shutdown(wait=False)
 
     def wait(self) -> None:
-        self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        self._written.result()
 
 
 @dataclass(frozen=True)
@@ -165,7 +157,9 @@ def load(path: str | Path, pipe: Model, optimizer: Optimizer | None = None, **ob
         for first, *copies in owner.tensors.values():
             for copy in copies:
                 copy.copy_(first)
-    owner.set_values(values)
+    own = {name: value for name, value in values.items() if name in owner.values}
+    if own:
+        pipe.load_state_dict(own, strict=False)
     with _malformed(path, "the optimizer's state"):
         if optimizer is not None and states is not None:
             _set_optimizer(optimizer, states, manifest["optimizer"]["groups"])
@@ -295,20 +289,21 @@ class _Owner:
     def __init__(self, pipe: Model) -> None:
         if not isinstance(pipe, (Pipeline, nn.Module)):
             raise PlanError(f"a checkpoint is of a ps.Pipeline or an nn.Module, got {type(pipe).__name__}")
-        self.pipe = pipe
-        self.mesh = pipe.mesh if isinstance(pipe, Pipeline) else None
+        self.fqn: Callable[[str], str] = str
+        self.mesh: Mesh | None = None
+        if isinstance(pipe, Pipeline):
+            self.fqn, self.mesh = pipe._fqn, pipe.mesh
+            model, modules, ties = pipe._model, list(pipe._modules.values()), pipe.plan.ties
+        else:
+            model, modules, ties = pipe, [pipe], ()
         self.rank = 0 if self.mesh is None else self.mesh.world_ranks.index(self.mesh.rank)
-        model = pipe._model if isinstance(pipe, Pipeline) else pipe
-        modules = list(pipe._modules.values()) if isinstance(pipe, Pipeline) else [pipe]
-        self.fqn: Callable[[str], str] = pipe._fqn if isinstance(pipe, Pipeline) else str
         self.first_name: dict[str, str] = {}
         firsts: dict[int, str] = {}
         members = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         for name, tensor in chain(*members):
             self.first_name[self.fqn(name)] = firsts.setdefault(id(tensor), self.fqn(name))
-        if isinstance(pipe, Pipeline):
-            for tie in pipe.plan.ties:
-                self.first_name |= dict.fromkeys(tie.names, self.first_name[tie.names[0]])
+        for tie in ties:
+            self.first_name |= dict.fromkeys(tie.names, self.first_name[tie.names[0]])
         self.tensors: dict[str, list[Tensor]] = {}
         self.values: dict[str, Any] = {}  # extra state of modules that is no tensor
         self.names: dict[int, str] = {}  # of parameters, by identity
@@ -350,13 +345,6 @@ class _Owner:
             if shape != [*tensor.shape]:
                 text = f"{name} has the shape {tuple(shape)} there and {tuple(tensor.shape)} here"
                 raise CheckpointError(f"the checkpoint {path} is of another model: {text}")
-
-    def set_values(self, values: Mapping[str, Any]) -> None:
-        own = {name: values[name] for name in self.values if name in values}
-        if own and isinstance(self.pipe, Pipeline):
-            self.pipe.load_state_dict({**self.pipe.state_dict(), **own}, strict=False)
-        elif own:
-            self.pipe.load_state_dict(own, strict=False)
 
     # ── optimizer ────────────────────────────────────────────────────────────────────────────────────────────────
 
