@@ -58,7 +58,7 @@ def init(
     if dist.is_initialized():
         if threads is not None:
             torch.set_num_threads(threads)
-        return set_current(device_of_process(device, False))
+        return use_device(device, made=False)
     if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     if timeout is not None and timeout <= timedelta(0):
@@ -76,7 +76,7 @@ def init(
     rank, world, _ = (_number(os.environ, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world:
         raise PlanError(f"RANK is {rank}, but WORLD_SIZE says that there are {world} processes, from 0 on")
-    here = set_current(_device_here(device))
+    here = use_device(device, made=True)
     processes = _join(here, backend, timeout)
     if threads is None and torch.get_num_threads() == _threads and not omp_threads_set_by_user(os.environ):
         threads = threads_per_process(processes, usable_cores(), os.environ)
@@ -85,15 +85,19 @@ def init(
     return here
 
 
-def device_of_process(device: torch.device | str | None, made: bool) -> torch.device:
-    """``device``, or this process's own. ``made``: Penstock made the group, so it is for GPUs if there are any."""
-    if device is not None:
-        return _device_here(device)
-    if _made_by_init():
-        assert _device is not None
-        return _device
-    # A user who started gloo alone wants the CPU.
-    return _device_here(None if made or "nccl" in dist.get_backend() else "cpu")
+def use_device(device: torch.device | str | None, *, made: bool) -> torch.device:
+    """Make ``device``, or this process's own, torch's current device.
+
+    ``made``: Penstock made the group, so it is for GPUs if there are any.
+    """
+    if device is None and _made_by_init():
+        device = _device
+    elif device is None and not made and "nccl" not in dist.get_backend():
+        device = "cpu"  # a user who started gloo alone wants the CPU
+    here = _device_here(device)
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    return here
 
 
 def is_rank0() -> bool:
@@ -135,12 +139,6 @@ def _device_here(device: torch.device | str | None) -> torch.device:
         return wanted
     rank = os.environ.get("LOCAL_RANK") or (dist.get_rank() if dist.is_initialized() else os.environ.get("RANK", "0"))
     return torch.device("cuda", int(rank) % num_gpus())
-
-
-def set_current(device: torch.device) -> torch.device:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
 
 
 def _join(device: torch.device, backend: str | None, timeout: timedelta | None) -> int:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock._torch import default_store
 from penstock.engine.failure.sockets import publish_process
 from penstock.errors import PlanError
-from penstock.train.launch import device_of_process, init, set_current
+from penstock.train.launch import init, use_device
 
 DIMENSIONS = ("data", "pipe", "tensor")
 
@@ -53,7 +53,7 @@ class Mesh:
             raise PlanError(f"rank {dist.get_rank()} is not in the group that was given: only its members have a mesh")
         world = tuple(group if isinstance(group, Sequence) else dist.get_process_group_ranks(group))
         self._set_grid(_resolve(sizes, len(world)), world)
-        self.device = set_current(device_of_process(device, made))
+        self.device = use_device(device, made=made)
         self._device_mesh: DeviceMesh | None = None
 
     @classmethod
@@ -77,7 +77,7 @@ class Mesh:
         others = {name: 1 for name in DIMENSIONS if name not in sizes}
         mesh._set_grid({**others, **sizes}, device_mesh.mesh.flatten().tolist())
         wanted = device or (None if device_mesh.device_type == "cuda" else "cpu")
-        mesh.device = set_current(device_of_process(wanted, True))
+        mesh.device = use_device(wanted, made=True)
         mesh._device_mesh = device_mesh if set(names) == set(DIMENSIONS) else None
         return mesh
 
