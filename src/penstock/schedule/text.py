@@ -102,17 +102,14 @@ def to_csv(schedule: Schedule) -> str:
     return out.getvalue()
 
 
-def _csv_rows(text: str) -> list[list[str]]:
-    try:
-        return list(csv.reader(io.StringIO(text)))
-    except csv.Error as error:
-        raise ScheduleError(f"this is not CSV: {error}") from error
-
-
 def from_csv(text: str, name: str = "custom") -> Schedule:
     """A schedule written by torch, "compute_only" or "compute_comms". Overlapped actions become sequential."""
+    try:
+        table = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ScheduleError(f"this is not CSV: {error}") from error
     rows: list[list[_LocatedAction]] = []
-    for number, cells in enumerate(_csv_rows(text), start=1):
+    for number, cells in enumerate(table, start=1):
         row: list[_LocatedAction] = []
         for column, cell in enumerate(map(str.strip, cells), start=1):
             overlap = _OVERLAP.fullmatch(cell)
