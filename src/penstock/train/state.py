@@ -38,15 +38,6 @@ class FqnMap:
         return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
 
 
-def stages_state_dict(modules: Mapping[int, nn.Module], fqn: FqnMap) -> dict[str, Tensor]:
-    """The parameters and buffers of some stages under the model's names; of several copies, the first stage's."""
-    state: dict[str, Tensor] = {}
-    for module in modules.values():
-        for name, tensor in module.state_dict().items():
-            state.setdefault(fqn(name), tensor)
-    return state
-
-
 def share_buffers(source: nn.Module, target: nn.Module) -> None:
     """Give the buffers of one module to another with submodules of the same names.
 
@@ -142,7 +133,9 @@ class PipelineState:
         Under a mesh these are this rank's stages; with ``full=True`` every rank gets the whole model's, on the CPU.
         DTensors stay sharded unless ``full``.
         """
-        state = stages_state_dict(self._modules, self._fqn)
+        state: dict[str, Tensor] = {}
+        for module in reversed(self._modules.values()):  # of several copies, the first stage's
+            state |= {self._fqn(name): tensor for name, tensor in module.state_dict().items()}
         if full:
             state = self._executor.gather_state(state)
         names = dict.fromkeys((*map(self._fqn, self._model.state_dict()), *state))
@@ -157,7 +150,7 @@ class PipelineState:
         for tie in self.plan.ties:
             present = [name for name in tie.names if name in state]
             state.update({name: state[present[0]] for name in tie.names if present and name not in state})
-        missing = sorted(set(stages_state_dict(self._modules, fqn)) - set(state))
+        missing = sorted(set(self.state_dict()) - set(state))
         unexpected = sorted(set(state) - set(map(fqn, self._model.state_dict())))
         if strict and (missing or unexpected):
             raise PlanError(
