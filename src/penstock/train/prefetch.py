@@ -73,6 +73,9 @@ def _load(source: Iterator[T], shared: SimpleNamespace, lock: threading.Lock, de
                 if shared.stopped:
                     raise StopIteration
                 future.set_result(next(source))
+            except StopIteration:
+                shared.stopped = True
+                future.set_exception(StopIteration())  # without a traceback, whose frames refer to the source
             except BaseException as error:
                 shared.stopped = True
                 future.set_exception(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -64,7 +65,9 @@ class DataLoader(data.DataLoader[Any]):
             drop_last = drop_last and batch_size is not None
             settings |= {"batch_size": self.combinedBatchSize, "shuffle": shuffle, "drop_last": drop_last}
         super().__init__(dataset, **settings)
-        self._accessor = AsynchronousDataAccessor(self, **(async_options or {})) if ahead else None
+        # A proxy: of an iterator in a reference cycle, torch's workers are not told to end, and it waits 5 s for each.
+        source: Any = weakref.proxy(self)
+        self._accessor = AsynchronousDataAccessor(source, **(async_options or {})) if ahead else None
 
     def __iter__(self) -> Any:
         return super().__iter__() if self._accessor is None else iter(self._accessor)
@@ -110,6 +113,7 @@ class AsynchronousDataAccessor:
         self._preloaded = None
         if self._last is not None:
             self._last.stop()
+            self._last = None
         with self._lock:  # until the thread has loaded its batch
             pass
 
