@@ -187,7 +187,7 @@ class Fill(nn.Module):
 
 def objects(rank: int) -> None:
     model = nn.Sequential(Give(), Fill())
-    with pipeline(model) as pipe:
+    with torch.serialization.safe_globals([Bag]), pipeline(model) as pipe:
         for _ in range(2):
             pipe.step(batch(), batch())
 

@@ -297,7 +297,7 @@ class MessageMeta:
     def __reduce__(self) -> tuple[Any, ...]:
         # A structure travels as an example of itself: torch's own pickles of structures are deprecated.
         example = None if self.spec is None else unflatten(list(range(len(self.leaves))), self.spec)
-        return _unpickle_meta, (self.leaves, self.spec is None, example, self.wants, self.shared)
+        return unpickle_meta, (self.leaves, self.spec is None, example, self.wants, self.shared)
 
     def tensors(self) -> list[TensorMeta]:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
@@ -327,7 +327,7 @@ class MessageMeta:
         return "(" + ", ".join(map(str, self.leaves)) + ")"
 
 
-def _unpickle_meta(
+def unpickle_meta(
     leaves: tuple[Any, ...], single: bool, example: Any, wants: tuple[int, ...], shared: tuple[int, ...]
 ) -> MessageMeta:
     return MessageMeta(leaves, None if single else flatten(example)[1], wants, shared)

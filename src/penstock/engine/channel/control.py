@@ -2,21 +2,32 @@
 
 Each message begins with a row of numbers of fixed length, which says in which call of the pipeline its sender is. A
 rank in another call raises an error instead of taking one message for another.
+
+Objects are pickled, and unpickled without running code that a message names: of known types alone, whose modules this
+process has imported itself. Tensors and arrays are encoded by torch and NumPy, and loaded without pickles.
 """
 
 from __future__ import annotations
 
+import collections
+import io
 import pickle
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.serialization import get_safe_globals
 
+from penstock._torch import pytree
 from penstock.engine.channel.base import ChannelError, Group, WaitTimer
 from penstock.engine.failure.status import RankStatus
-from penstock.errors import PlanError
+from penstock.engine.message import unpickle_meta
+from penstock.errors import PipelineError, PlanError
 
 _CALLS = (
     "a step or a call of the pipeline",
@@ -29,6 +40,99 @@ STEP, NORM, STATE, NUMBER, TRACE = range(len(_CALLS))
 
 _OBJECT = -1  # in place of the length of a row
 _MAX_ROW = 6
+
+
+# ── objects as bytes ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def encode(value: Any) -> bytes:
+    """Pickle a value for another rank. Raises ``PlanError`` for a type that ``decode`` would refuse."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=5).dump(value)
+    return buffer.getvalue()
+
+
+def decode(data: bytes | bytearray) -> Any:
+    """The value of a message. Raises ``PipelineError`` if it is damaged, or names anything but a known type."""
+    try:
+        return _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:
+        raise PipelineError(f"a message of another rank cannot be read: {error}") from error
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        buffer, numpy = io.BytesIO(), sys.modules.get("numpy")
+        if isinstance(value, Tensor):
+            torch.save(value, buffer)
+            return _load_tensor, (buffer.getvalue(),)
+        if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+            numpy.save(buffer, value, allow_pickle=False)
+            return _load_array, (buffer.getvalue(), isinstance(value, numpy.generic))
+        if isinstance(value, _CONSTANTS):
+            return _constant, (str(value).removeprefix("torch."),)
+        if isinstance(value, Enum):
+            return type(value), (value.value,)
+        kind = value if isinstance(value, type) else type(value)
+        if not (_is_known(value) or _is_known(kind)):
+            raise PlanError(
+                f"a {kind.__module__}.{kind.__qualname__} cannot be sent to another process: send tensors, plain "
+                "values, and tuples, lists, dicts and dataclasses of them; or, for a class that you trust, call "
+                f"torch.serialization.add_safe_globals([{kind.__name__}]) on every rank"
+            )
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        value: Any = sys.modules.get(module)
+        for part in name.split("."):
+            value = getattr(value, part, None)
+        if not _is_known(value):
+            raise pickle.UnpicklingError(f"{module}.{name} is not accepted")
+        return value
+
+
+def _load_tensor(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _load_array(data: bytes, scalar: bool) -> Any:
+    import numpy
+
+    array = numpy.load(io.BytesIO(data), allow_pickle=False)
+    return array[()] if scalar else array
+
+
+def _constant(name: str) -> Any:
+    value = getattr(torch, name)
+    if not isinstance(value, _CONSTANTS):
+        raise TypeError(f"torch.{name} is no constant")
+    return value
+
+
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+_KNOWN = (
+    *(_load_tensor, _load_array, _constant, unpickle_meta, torch.Size, torch.device),
+    *(set, frozenset, complex, bytearray, range, slice),
+    *(collections.OrderedDict, collections.defaultdict, collections.deque, collections.Counter),
+    *(list, dict, tuple, int, float, str, bool),  # the factories of a defaultdict
+)
+
+
+def _is_known(value: Any) -> bool:
+    """Whether a message may name this: creating an object of such a type runs no code but the type's own."""
+    if isinstance(value, type) and (
+        issubclass(value, Enum)
+        or is_dataclass(value)
+        or (issubclass(value, tuple) and hasattr(value, "_fields"))
+        or value in pytree.SUPPORTED_NODES
+    ):
+        return True
+    return any(value is known for known in (*_KNOWN, *get_safe_globals()))
+
+
+# ── the channel ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
@@ -70,14 +174,14 @@ class ControlChannel:
         return row if kind == _OBJECT else row[:kind]
 
     def send(self, rank: int, value: Any) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         self.send_row(rank, [data.numel()], _OBJECT)
         self._send_tensor(rank, data)
 
     def recv(self, rank: int) -> Any:
         data = bytearray(int(self.recv_row(rank, _OBJECT)[0]))
         self._recv_tensor(rank, torch.frombuffer(data, dtype=torch.uint8))
-        return pickle.loads(data)
+        return decode(data)
 
     def wait_sends(self) -> None:
         """Wait until all messages that were sent have been received."""

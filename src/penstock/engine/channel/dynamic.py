@@ -12,7 +12,6 @@ sender's send sure to complete, which ``lower`` takes into account.
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.channel.base import ChannelOps, Endpoint, bind_ops
+from penstock.engine.channel.control import decode, encode
 from penstock.engine.message import PLAIN_TYPES, Message, MessageMeta, TensorMeta, memory_order, meta_of, require_dense
 from penstock.errors import PlanError
 
@@ -70,7 +70,7 @@ class DynamicEndpoint:
             if length > DATA_BYTES:
                 data = bytearray(length)
                 self.headers.wait(self.headers.recv([partial(torch.frombuffer, data, dtype=torch.uint8)], REST))
-            channel.meta = meta = pickle.loads(data)
+            channel.meta = meta = decode(data)
             channel.buffers = self.tensors.buffer_factories([tensor.in_memory() for tensor in meta.tensors()])
         channel.pending[microbatch] = (channel.meta, self.tensors.recv(channel.buffers))
 
@@ -156,7 +156,7 @@ class DynamicForwardChannel:
         meta = meta_of(message)
         require_dense(meta, self.name)
         try:
-            header = pickle.dumps(meta)
+            header = encode(meta)
         except Exception as error:
             raise PlanError(f"{self.name} gave {meta}, which cannot be sent to another process: {error}") from error
         if header == self.header:
