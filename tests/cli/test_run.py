@@ -39,6 +39,33 @@ print(f"err {mesh.rank}", file=sys.stderr)
 dist.barrier()
 """
 
+# The addresses on which a rank and its launcher accept connections.
+LISTENING = """
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import penstock as ps
+
+pipe = ps.Pipeline(ps.split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), stages=2), nn.MSELoss(), mesh=ps.Mesh())
+pipe.step(torch.ones(4, 2), torch.ones(4, 2))
+own = set()
+for process in ("self", str(os.getppid())):
+    for file in Path("/proc", process, "fd").iterdir():
+        with suppress(OSError):  # closed since
+            own.add(os.readlink(file))
+addresses = set()
+for kind in ("tcp", "tcp6"):
+    for row in Path("/proc/net", kind).read_text().splitlines()[1:]:
+        _, local, _, state, *_, inode = row.split()[:10]
+        if state == "0A" and f"socket:[{inode}]" in own:
+            addresses.add(local.partition(":")[0])
+print(*addresses)
+"""
+
 # Without torch: it starts in no time.
 SCRIPT = """
 import os, signal, sys, time
@@ -103,6 +130,13 @@ def test_output_of_rank_0_and_files_for_the_others(tmp_path: Path) -> None:
         **{f"rank{r}.err": f"err {r}\n" for r in (1, 2, 3)},
     }
     assert left(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
+def test_on_one_machine_nothing_listens_for_other_machines(tmp_path: Path) -> None:
+    (tmp_path / "listening.py").write_text(LISTENING)
+    done = run(penstock("--stages", 2, "--cpu", tmp_path / "listening.py"), temporary(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "0100007F\n"), done.stderr  # 127.0.0.1 in hexadecimal, reversed
 
 
 def test_all_ranks_of_a_module(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
@@ -27,7 +26,14 @@ import typer
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.cli import UsageError, option, usage_errors
@@ -37,6 +43,7 @@ from penstock.train.launch import usable_cores
 
 _WORKER = str(Path(__file__).with_name("run_worker.py"))
 _ELASTIC = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}  # seconds; times
+_LOCALHOST = "127.0.0.1"
 _LAST_LINES = 30  # shown of the stderr of a rank that recorded no error
 
 _DETAILS = """\
@@ -131,23 +138,21 @@ def run(
         min_nodes=least,
         max_nodes=most,
         nproc_per_node=processes,
-        run_id="penstock" if endpoint else uuid.uuid4().hex,
+        run_id="penstock",
         max_restarts=max_restarts if elastic else 0,
         monitor_interval=0.1,
         logs_specs=_Logs(directory, all_ranks),
         log_line_prefix_template="[rank ${rank}] ",
-        # On one machine, the store is in this process, on a port that the system chooses: any rank may end without it.
-        rdzv_backend="static" if master else "c10d",
-        rdzv_endpoint=endpoint or "localhost:0",
+        rdzv_backend="static" if master else "c10d" if endpoint else _LocalRendezvous.BACKEND,
+        rdzv_endpoint=endpoint or "",
         rdzv_configs=_ELASTIC if elastic else {"rank": node_rank} if master else {},
-        local_addr=None if endpoint else "127.0.0.1",
     )
     mesh = {"PENSTOCK_PIPE": str(stages), "PENSTOCK_DATA": str(data), "PENSTOCK_TENSOR": str(tensor)}
     keep = log_dir is not None
     try:
         # A new store for every group: in torch's shared one, machines that stay would look for one that has left.
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if elastic else mesh
-        with _environment(variables, processes, cpu):
+        with _environment(variables, processes, cpu, local=not endpoint):
             elastic_launch(config, sys.executable)("-u", _WORKER, *(["-m"] * module), script, *(arguments or ()))
         return 0
     except ChildFailedError as error:
@@ -171,6 +176,47 @@ def run(
             shutil.rmtree(directory, ignore_errors=True)
 
 
+class _LocalRendezvous(RendezvousHandler):
+    """The rendezvous of one machine, whose store no other machine reaches: those of torch listen on all interfaces.
+
+    The store is in this process, so that any rank may end. Ranks that are started again get a new one.
+    """
+
+    BACKEND = "penstock"
+    use_agent_store = True
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self.run_id = parameters.run_id
+
+    def get_backend(self) -> str:
+        return self.BACKEND
+
+    def get_run_id(self) -> str:
+        return self.run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server((_LOCALHOST, 0), backlog=4096)
+        port = listener.getsockname()[1]
+        make: Any = dist.TCPStore  # type: ignore[attr-defined]
+        store = make(_LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOCALHOST, port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+rendezvous_handler_registry.register(_LocalRendezvous.BACKEND, _LocalRendezvous)
+
+
 def _machines(nnodes: str, elastic: bool) -> tuple[int, int]:
     """The least and the most number of machines."""
     least, _, most = nnodes.partition(":")
@@ -191,12 +237,18 @@ def _preempted(directory: Path) -> bool:
 
 
 @contextmanager
-def _environment(variables: dict[str, str], processes: int, cpu: bool) -> Iterator[None]:
-    """The environment that the processes inherit: ``variables``, and as many threads as there are cores for each."""
+def _environment(variables: dict[str, str], processes: int, cpu: bool, local: bool) -> Iterator[None]:
+    """The environment that the processes inherit: ``variables``, and as many threads as there are cores for each.
+
+    ``local`` processes are all on this machine.
+    """
     before = dict(os.environ)
     os.environ.update(variables, PENSTOCK_LAUNCHER=str(os.getpid()))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")  # seconds from a signal until processes are killed
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up the names of peers: a lost query costs 5 s else
+    if local and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if "LOGLEVEL" not in os.environ:  # torch's launcher logs its own steps when a rank fails
