@@ -1,6 +1,6 @@
 """Resume a run from its checkpoints, after a failure or with another number of stages.
 
-python examples/resume.py run --stages 3                        one thread per stage; press Ctrl-C, then change the number
+python examples/resume.py run --stages 3                        one thread per stage; Ctrl-C, then change the number
 penstock run --stages 2 examples/resume.py run                  one process per stage; kill one of them
 penstock run --elastic --stages 2 examples/resume.py run        restarts automatically after a failure
 """
