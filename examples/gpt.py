@@ -1,8 +1,8 @@
-"""A small GPT that learns to write, letter by letter, from a text of yours.
+"""Train a small character-level GPT on a text file, and generate text with it.
 
-python examples/gpt.py --text book.txt                 a thread for each stage
-torchrun --nproc-per-node=2 examples/gpt.py            a process for each stage, as many as there are
-penstock run --stages 2 examples/gpt.py                the same; rank 0 alone is shown
+python examples/gpt.py --text book.txt                 one thread per stage
+torchrun --nproc-per-node=2 examples/gpt.py            one process per stage
+penstock run --stages 2 examples/gpt.py                the same; shows the output of rank 0
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import penstock as ps
 
-CONTEXT, HEADS = 64, 4  # letters that the model sees; ways of looking at them
+CONTEXT, HEADS = 64, 4  # letters of context; attention heads
 
 
 class Block(nn.Module):
@@ -39,9 +39,9 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, letters, bias=False)
         self.apply(lambda part: nn.init.normal_(part.weight, std=0.02) if isinstance(part, nn.Embedding) else None)
-        self.head.weight = self.embed.weight  # a tie: the first and the last stage share it
+        self.head.weight = self.embed.weight  # tied: the first and the last stage share it
 
-    def forward(self, ids: Tensor) -> Tensor:  # [n, so far] -> [n, letters, so far]: cross_entropy has classes second
+    def forward(self, ids: Tensor) -> Tensor:  # [n, length] -> [n, letters, length], as cross_entropy needs it
         x = self.embed(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
@@ -49,18 +49,18 @@ class GPT(nn.Module):
 
 
 def network(letters: int) -> GPT:
-    torch.manual_seed(0)  # the same weights on every rank, and in every run
+    torch.manual_seed(0)  # the same weights on every rank and in every run
     return GPT(letters)
 
 
 def read(path: Path) -> tuple[str, Tensor]:
-    """The letters that there are, and the text as their numbers."""
+    """The alphabet of the text, and the text as indices into it."""
     letters = "".join(sorted(set(text := path.read_text(encoding="utf-8"))))
     return letters, torch.tensor([letters.index(letter) for letter in text])
 
 
 def batch(ids: Tensor, step: int, size: int = 16) -> tuple[Tensor, Tensor]:
-    """Pieces of the text, and the same one letter on: drawn by the number of the step, so alike on all ranks."""
+    """Inputs, and targets shifted by one letter. The step is the seed, so all ranks draw the same batch."""
     starts = torch.randint(len(ids) - CONTEXT, (size, 1), generator=torch.Generator().manual_seed(step))
     pieces = ids[starts + torch.arange(CONTEXT + 1)]  # [size, CONTEXT + 1]
     return pieces[:, :-1], pieces[:, 1:]
@@ -88,7 +88,7 @@ def main() -> None:
     written, dice = ids[:1], torch.Generator().manual_seed(0)  # the same letters on every rank
     with torch.no_grad():
         for _ in range(args.letters):
-            # All ranks write the next letter, so all of them need the outputs.
+            # Every rank samples the next letter, so every rank needs the logits.
             logits = pipe.broadcast(pipe(written[-CONTEXT:].unsqueeze(0)))[0, :, -1].cpu()
             written = torch.cat([written, torch.multinomial(logits.softmax(0), 1, generator=dice)])
     pipe.close()

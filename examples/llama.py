@@ -1,8 +1,8 @@
-"""A Hugging Face Llama from its config, without weights: it learns to count on.
+"""Train a Hugging Face Llama with random weights to continue arithmetic sequences.
 
-python examples/llama.py                               a thread for each stage
-torchrun --nproc-per-node=2 examples/llama.py          a process for each stage, as many as there are
-penstock run --stages 2 examples/llama.py              the same; rank 0 alone is shown
+python examples/llama.py                               one thread per stage
+torchrun --nproc-per-node=2 examples/llama.py          one process per stage
+penstock run --stages 2 examples/llama.py              the same; shows the output of rank 0
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def network() -> LlamaForCausalLM:
         num_key_value_heads=2,
         tie_word_embeddings=True,  # the first and the last stage share a parameter
     )
-    torch.manual_seed(0)  # the same weights on every rank, and in every run
+    torch.manual_seed(0)  # the same weights on every rank and in every run
     return LlamaForCausalLM(config)
 
 
 def batch(step: int, size: int = 16, length: int = 16) -> dict[str, Tensor]:
-    """Sequences such as 5 7 9 11 …, from anywhere, by 1 to 4 at a time; some are shorter, and padded."""
+    """Sequences such as 5 7 9 11 …, with random start and a step of 1 to 4. Shorter sequences are padded."""
     g = torch.Generator().manual_seed(step)
     first, by = (torch.randint(1, most, (size, 1), generator=g) for most in (VOCABULARY, 5))
     ids = (first + by * torch.arange(length)) % VOCABULARY  # [size, length]
@@ -49,9 +49,9 @@ def main() -> None:
     args = parser.parse_args()
 
     mesh = ps.Mesh() if ps.is_distributed() else None
-    # The model says itself where its blocks are. A stage runs its forward, entered at one block and left at another.
+    # Penstock records the forward and cuts the recording into stages: the model needs no marks.
     plan = ps.split(network(), stages=args.stages if mesh is None else mesh.pipe)
-    # No loss_fn: with labels the model computes its loss, and padding does not count.
+    # No loss_fn: with labels, the model computes its own loss, which ignores padding.
     pipe = ps.Pipeline(plan, microbatches=4, schedule=args.schedule, mesh=mesh, outputs=None)
     ps.print0(pipe.plan)
 
@@ -63,7 +63,7 @@ def main() -> None:
         optimizer.zero_grad()
 
     model = network()
-    model.load_state_dict(pipe.state_dict(full=True))  # its own names: save_pretrained works as ever
+    model.load_state_dict(pipe.state_dict(full=True))  # the original parameter names: save_pretrained works
     pipe.close()
     with torch.no_grad():
         said = model(torch.tensor([[3, 6, 9, 12]])).logits[0, -1].argmax()

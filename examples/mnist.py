@@ -1,8 +1,8 @@
-"""MNIST in four stages, on the digits that come with the package.
+"""Train a convolutional network in four stages on the MNIST digits of the package.
 
-python examples/mnist.py                               a thread for each stage
-torchrun --nproc-per-node=4 examples/mnist.py          a process for each stage
-penstock run --stages 4 examples/mnist.py              the same; rank 0 alone is shown
+python examples/mnist.py                               one thread per stage
+torchrun --nproc-per-node=4 examples/mnist.py          one process per stage
+penstock run --stages 4 examples/mnist.py              the same; shows the output of rank 0
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.data import load_mnist
 
 
 def network() -> nn.Sequential:
-    torch.manual_seed(0)  # the same weights on every rank, and in every run
+    torch.manual_seed(0)  # the same weights on every rank and in every run
     return nn.Sequential(
         nn.Conv2d(1, 10, kernel_size=5),  # stage 0: [n, 1, 28, 28] -> [n, 10, 12, 12]
         nn.MaxPool2d(2),
@@ -43,13 +43,13 @@ def main() -> None:
     mesh = ps.Mesh(pipe=4) if ps.is_distributed() else None
     plan = ps.split(network(), balance=[3, 3, 3, 1])
     pipe = ps.Pipeline(plan, loss_fn=F.cross_entropy, microbatches=8, schedule="1f1b", mesh=mesh)
-    ps.print0(pipe.plan)  # on rank 0 alone
+    ps.print0(pipe.plan)  # only on rank 0
 
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     batches = (batch for epoch in count() for batch in train.batches(80, shuffle=epoch))
     for _ in ps.progress(range(steps), pipe, every=max(1, steps // 10)):
-        pipe.step(*next(batches))  # forward and backward; the loss is the same on every rank
-        pipe.clip_grad_norm_(1.0)  # by the norm over all stages
+        pipe.step(*next(batches))  # forward and backward of all micro-batches
+        pipe.clip_grad_norm_(1.0)  # the norm is over all stages
         optimizer.step()
         optimizer.zero_grad()
 
@@ -57,9 +57,9 @@ def main() -> None:
     right = 0
     with torch.no_grad():
         for x, y in test.batches(100):
-            logits = pipe(x)  # None on ranks that do not have the last stage
+            logits = pipe(x)  # None on ranks without the last stage
             right += 0 if logits is None else int((logits.argmax(1).cpu() == y).sum())
-    right = int(pipe.max_over_ranks(right))  # the largest of all ranks' numbers, on all of them
+    right = int(pipe.max_over_ranks(right))  # the maximum over all ranks, on every rank
     pipe.close()
     ps.print0(f"{right / len(test):.1%} of the test digits are right")
 

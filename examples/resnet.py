@@ -1,8 +1,8 @@
-"""A ResNet by the list of its layers, on the digits that come with the package.
+"""Train a ResNet, split by a list of its layers, on the MNIST digits of the package.
 
-python examples/resnet.py                              a thread for each stage
-torchrun --nproc-per-node=2 examples/resnet.py         a process for each stage, as many as there are
-penstock run --stages 2 examples/resnet.py             the same; rank 0 alone is shown
+python examples/resnet.py                              one thread per stage
+torchrun --nproc-per-node=2 examples/resnet.py         one process per stage
+penstock run --stages 2 examples/resnet.py             the same; shows the output of rank 0
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.data import load_mnist
 
 
 class Block(nn.Module):
-    """Two convolutions beside a shortcut."""
+    """Two convolutions with a shortcut."""
 
     def __init__(self, ins: int, outs: int, stride: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class ResNet(nn.Module):
 
 
 def network() -> ResNet:
-    torch.manual_seed(0)  # the same weights on every rank, and in every run
+    torch.manual_seed(0)  # the same weights on every rank and in every run
     return ResNet()
 
 
@@ -59,11 +59,11 @@ def main() -> None:
     mesh = ps.Mesh() if ps.is_distributed() else None
     stages = args.stages if mesh is None else mesh.pipe
     model = network()
-    # What forward does, as a list: names (that of a Sequential stands for its members), modules and functions.
+    # The forward as a list of names, modules and functions. The name of a Sequential stands for its members.
     flat = ps.flatten(model, [model.stem, "layer1", "layer2", "layer3", lambda x: x.mean((2, 3)), "fc"])
-    # A block costs what the next one does, with half the pixels each way and twice the channels: count layers.
+    # All blocks cost about the same: later ones have half the resolution and twice the channels. Count layers.
     plan = ps.split(flat, stages=stages, balance="uniform")
-    # Each micro-batch is normalised by itself; the running statistics are those of the whole mini-batch.
+    # BatchNorm normalises each micro-batch; its running statistics are those of the whole mini-batch.
     pipe = ps.Pipeline(plan, F.cross_entropy, microbatches=4, batchnorm="deferred", mesh=mesh)
     ps.print0(pipe.plan)
 
@@ -76,7 +76,7 @@ def main() -> None:
         optimizer.zero_grad()
 
     plain = network().eval()
-    plain.load_state_dict(pipe.state_dict(full=True))  # the list of layers has kept the model's names
+    plain.load_state_dict(pipe.state_dict(full=True))  # with the original parameter names
     pipe.close()
     x, y = next(test.batches(len(test)))
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""A run that survives: stop it, kill it, change the number of stages, and run it again.
+"""Resume a run from its checkpoints, after a failure or with another number of stages.
 
-python examples/resume.py run --stages 3                        a thread for each stage; Ctrl-C, then another number
-penstock run --stages 2 examples/resume.py run                  a process for each stage; kill one of them
-penstock run --elastic --stages 2 examples/resume.py run        starts again by itself after a failure
+python examples/resume.py run --stages 3                        one thread per stage; Ctrl-C, then change the number
+penstock run --stages 2 examples/resume.py run                  one process per stage; kill one of them
+penstock run --elastic --stages 2 examples/resume.py run        restarts automatically after a failure
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import penstock as ps
 
 
 def network() -> nn.Module:
-    torch.manual_seed(0)  # the same weights on every rank, and in every run
+    torch.manual_seed(0)  # the same weights on every rank and in every run
     blocks = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(8)]
     return nn.Sequential(nn.Linear(16, 32), *blocks, nn.Linear(32, 4))
 
@@ -30,7 +30,7 @@ def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def main(folder: str, stages: int, epochs: int, pause: float) -> None:
-    mesh = ps.Mesh(pipe=-1) if ps.is_distributed() else None  # as many ranks as there are this time
+    mesh = ps.Mesh(pipe=-1) if ps.is_distributed() else None  # all ranks of this start
     plan = ps.split(network(), stages=stages if mesh is None else mesh.pipe)
     with ps.Pipeline(plan, F.cross_entropy, microbatches=4, seed=1, mesh=mesh) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
@@ -46,7 +46,7 @@ def main(folder: str, stages: int, epochs: int, pause: float) -> None:
                 step += 1
                 ps.print0(f"step {step} loss {result.loss:.6f}")
                 checkpoints.save(step, pipe, optimizer, loader=loader, asynchronous=True)
-                time.sleep(pause)  # so that there is time to kill it
+                time.sleep(pause)  # leaves time to kill it
         checkpoints.wait()
 
 

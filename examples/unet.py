@@ -1,8 +1,8 @@
-"""A U-Net in four stages: its skips go straight from the way down to the way up.
+"""Train a U-Net in four stages. Skips are sent directly from the contracting stages to the expanding stages.
 
-python examples/unet.py                               a thread for each stage
-torchrun --nproc-per-node=4 examples/unet.py          a process for each stage
-penstock run --stages 4 examples/unet.py              the same; rank 0 alone is shown
+python examples/unet.py                               one thread per stage
+torchrun --nproc-per-node=4 examples/unet.py          one process per stage
+penstock run --stages 4 examples/unet.py              the same; shows the output of rank 0
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import penstock as ps
 
 @ps.skippable(stash=["skip"])
 class Down(nn.Module):
-    """Half the resolution, twice the channels; what comes in is kept for the way up."""
+    """Halve the resolution, double the channels, and stash the input as a skip."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Down(nn.Module):
 
 @ps.skippable(pop=["skip"])
 class Up(nn.Module):
-    """The way back, beside what was kept."""
+    """Double the resolution, halve the channels, and concatenate the skip."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ class Up(nn.Module):
 
 
 def network(channels: int = 8, depth: int = 3) -> nn.Sequential:
-    torch.manual_seed(0)  # the same weights on every rank, and in every run
-    levels = [(channels * 2**i, ps.Namespace()) for i in range(depth)]  # "skip" means another value on every level
+    torch.manual_seed(0)  # the same weights on every rank and in every run
+    levels = [(channels * 2**i, ps.Namespace()) for i in range(depth)]  # a namespace for "skip" per level
     widest = channels * 2**depth
     return nn.Sequential(
         nn.Conv2d(1, channels, kernel_size=3, padding=1),
@@ -58,7 +58,7 @@ def network(channels: int = 8, depth: int = 3) -> nn.Sequential:
 
 
 def pictures(n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Noisy discs, and where the discs are."""
+    """Noisy pictures of discs, and the masks of the discs."""
     g = torch.Generator().manual_seed(seed)
     y, x = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
     center = 8 + 16 * torch.rand(n, 2, 1, 1, generator=g)
@@ -74,7 +74,7 @@ def main() -> None:
     mesh = ps.Mesh(pipe=4) if ps.is_distributed() else None
     plan = ps.split(network(), balance=[2, 3, 2, 2])
     pipe = ps.Pipeline(plan, loss_fn=nn.BCEWithLogitsLoss(), microbatches=4, schedule="1f1b", mesh=mesh)
-    ps.print0(pipe.plan)  # on rank 0 alone
+    ps.print0(pipe.plan)  # only on rank 0
     for edge in pipe.plan.edges:
         ps.print0(f"stage {edge.src} -> stage {edge.dst}: {', '.join(edge.values) or 'the activation'}")
 
