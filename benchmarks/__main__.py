@@ -27,6 +27,7 @@ BENCHMARKS = {
     "auto_schedule": "(i) the automatic schedule: regret, gain, speed",
     "gpu_plans": "(k) plans on one GPU: predicted and measured",
     "planner": "(j) plans: their gain over torch, predicted and measured",
+    "checkpoints": "(l) checkpoints: save, load, stall and memory, against torch.save of a gathered state",
     "recompute": "(f) memory and time of each recompute mode, against the plain model",
 }
 
