@@ -156,7 +156,7 @@ def measure(folder: str, width: int, layers: int, rounds: int) -> dict[str, Any]
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    width, layers = (256, 2) if quick else (1024, 6)
+    width, layers = (256, 2) if quick else (2048, 6)
     rows, targets, raw = [], [], {}
     folder = tempfile.mkdtemp(prefix="penstock_benchmark_")
     try:
