@@ -134,7 +134,7 @@ def own_generators(values: Iterable[Any]) -> list[Any]:
     """The random generators among values and in the containers and objects within them."""
     seen, found = set[int](), dict[int, Any]()
     for value in values:
-        if type(value) in _QUICK_ATOMS or (type(value) is dict and not value):
+        if type(value) in _QUICK_ATOMS or (isinstance(value, _MUTABLE) and not value):
             continue
         inside = [item for _, items in containers_in(value, seen) for item in items]
         found |= {id(one): one for one in (value, *inside) if is_generator(one)}
@@ -277,13 +277,14 @@ class ModuleState:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules = {id(m): (m, dict(vars(m)), dict[str, list[_ContainerState]]()) for m in modules}
+        self.empty: dict[int, dict[str, Any]] = {}  # containers without contents: most hooks of most modules
         seen: set[int] = set()
-        for _, attributes, inside in self.modules.values():
+        for key, (_, attributes, inside) in self.modules.items():
             for name, value in attributes.items():
                 if type(value) in _QUICK_ATOMS or isinstance(value, _ATOMS):
                     continue
                 if isinstance(value, _MUTABLE) and not value:
-                    inside[name] = [_ContainerState(value, copy.copy(value), [])]
+                    self.empty.setdefault(key, {})[name] = value
                     continue
                 inner = containers_in(value, seen, closures=False)  # functions may keep a log, which stays
                 found = [_ContainerState(one, _copy_contents(one), items) for one, items in inner]
@@ -299,6 +300,7 @@ class ModuleState:
         now, (_, attributes, inside) = vars(module), self.modules[id(module)]
         names = [name for name in {**attributes, **now} if now.get(name, now) is not attributes.get(name, now)]
         names += [name for name, found in inside.items() if any(one.has_changed(ignore_first) for one in found)]
+        names += [name for name, container in self.empty.get(id(module), {}).items() if container]
         return list(dict.fromkeys(names))
 
     def restore(self) -> None:
@@ -310,6 +312,9 @@ class ModuleState:
             for one in (one for found in inside.values() for one in found if one.copied is not None):
                 if one.has_changed():
                     _set_contents(one.container, one.copied)
+        for containers in self.empty.values():
+            for container in containers.values():
+                container.clear()
         self.random.restore()
 
 
