@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -207,6 +208,8 @@ def contents(value: Any) -> list[Any] | None:
         return None
     elif isinstance(value, FunctionType):
         items = [*(value.__defaults__ or ()), *map(cell_contents, value.__closure__ or ())]
+    elif isinstance(value, ContextVar):
+        items = [value.get(None)]
     elif isinstance(value, MethodType):
         items = [value.__func__, value.__self__]
     elif hasattr(value, "__array__") and hasattr(value, "tolist") and not isinstance(value, type):  # NumPy
