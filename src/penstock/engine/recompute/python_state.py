@@ -32,7 +32,7 @@ _LIBRARIES = ("torch", "penstock", "builtins", "abc", "typing")
 _PLAIN = (bool, int, float, complex, str, bytes)
 _WITHOUT_STATE = (*_PLAIN, type(None), type, nn.Module, Tensor, FunctionType, MethodType, ModuleType)
 
-SavedPythonState = list[tuple["_State", Any]]
+SavedPythonState = list[tuple["State", Any]]
 """State that a forward changed, with its value before the forward."""
 
 
@@ -44,7 +44,7 @@ class PythonStateGuard:
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [part for part in module.modules() if not is_library(type(part))]
-        self.changing: list[_State] = []
+        self.changing: list[State] = []
         self._mode: object = None
         self._known: list[object] = []
 
@@ -58,7 +58,7 @@ class PythonStateGuard:
         learning = not any(known is mode for known in self._known)
         with generators_lock if learning or _draws(self.changing) else nullcontext():
             saved += [(state, state.copy(state.read())) for state in self.changing]
-            every = _find_state(self.modules) if learning else []
+            every = find_state(self.modules) if learning else []
             before = [state.read() for state in every]
             yield
             for state, value in zip(every, before, strict=True):
@@ -88,7 +88,7 @@ def _restored(saved: SavedPythonState) -> Iterator[None]:
                 state.write(value)
 
 
-def _draws(states: list[_State]) -> bool:
+def _draws(states: list[State]) -> bool:
     return any(isinstance(state, _Generator) for state in states)
 
 
@@ -103,37 +103,37 @@ def _is_generator(value: Any) -> bool:
     return isinstance(value, (random.Random, torch.Generator)) or type(value).__module__.startswith("numpy.random")
 
 
-def _find_state(modules: list[nn.Module]) -> list[_State]:
+def find_state(modules: list[nn.Module]) -> list[State]:
     numpy: Any = sys.modules.get("numpy.random")
-    found: dict[Any, _State] = {}
+    found: dict[Any, State] = {}
     for generator in (random, numpy):
         if generator is not None:
             found[id(generator)] = _Generator(generator)
     for module in modules:
-        state = _Attributes(vars(module))
+        state = Attributes(vars(module))
         found[state.key] = state
         for value in state.read().values():
-            _find_in(value, found, MAX_DEPTH)
+            find_in(value, found, MAX_DEPTH)
     return list(found.values())
 
 
-def _find_in(value: Any, found: dict[Any, _State], depth: int) -> None:
+def find_in(value: Any, found: dict[Any, State], depth: int) -> None:
     if isinstance(value, _WITHOUT_STATE) or depth == 0 or id(value) in found:
         return
-    state: _State | None = None
+    state: State | None = None
     if _is_generator(value):
         state = _Generator(value)
     elif isinstance(value, (list, dict, set, deque)):
         state = _Container(value)
         for item in list(value.values() if isinstance(value, dict) else value):
-            _find_in(item, found, depth - 1)
+            find_in(item, found, depth - 1)
     elif isinstance(value, tuple):
         for item in value:
-            _find_in(item, found, depth - 1)
+            find_in(item, found, depth - 1)
     elif hasattr(value, "__dict__") and not callable(value) and not is_library(type(value)):
-        state = _Attributes(vars(value))
+        state = Attributes(vars(value))
         for item in list(vars(value).values()):
-            _find_in(item, found, depth - 1)
+            find_in(item, found, depth - 1)
     if state is not None:
         found[id(value)] = state
 
@@ -151,7 +151,7 @@ def _without_graph(value: Any) -> Any:
     return {key: _without_graph(item) for key, item in value.items()} if type(value) is dict else value
 
 
-class _State:
+class State:
     """Something that ``read`` copies and ``write`` sets."""
 
     def __init__(self, holder: Any) -> None:
@@ -167,7 +167,7 @@ class _State:
     def copy(self, value: Any) -> Any:
         return _without_graph(value)
 
-    def changed_since(self, value: Any) -> _State | None:
+    def changed_since(self, value: Any) -> State | None:
         """The part of the state that differs from an earlier value; None if nothing does."""
         raise NotImplementedError
 
@@ -176,7 +176,7 @@ class _State:
         return value
 
 
-class _Attributes(_State):
+class Attributes(State):
     """The attributes of a module or another object: all of them, or one."""
 
     def __init__(self, holder: dict[str, Any], names: tuple[str, ...] = ()) -> None:
@@ -195,16 +195,16 @@ class _Attributes(_State):
             else:
                 self.holder.pop(name, None)
 
-    def changed_since(self, value: dict[str, Any]) -> _State | None:
+    def changed_since(self, value: dict[str, Any]) -> State | None:
         now, missing = self.read(), object()
         names = [name for name in {**value, **now} if not _same(value.get(name, missing), now.get(name, missing))]
-        return _Attributes(self.holder, tuple(names)) if names else None
+        return Attributes(self.holder, tuple(names)) if names else None
 
     def part_of(self, value: dict[str, Any]) -> dict[str, Any]:
         return {name: value[name] for name in self.names if name in value}
 
 
-class _Container(_State):
+class _Container(State):
     """The contents of a list, dict, set or deque."""
 
     def read(self) -> list[Any]:
@@ -214,14 +214,14 @@ class _Container(_State):
         self.holder.clear()
         (self.holder.extend if isinstance(self.holder, (list, deque)) else self.holder.update)(value)
 
-    def changed_since(self, value: list[Any]) -> _State | None:
+    def changed_since(self, value: list[Any]) -> State | None:
         now = self.read()
         if isinstance(self.holder, dict):
             now, value = [x for pair in now for x in pair], [x for pair in value for x in pair]
         return None if len(now) == len(value) and all(map(_same, now, value)) else self
 
 
-class _Generator(_State):
+class _Generator(State):
     """The state of a random generator: of Python, of NumPy, or a torch.Generator."""
 
     def __init__(self, holder: Any) -> None:
@@ -242,7 +242,7 @@ class _Generator(_State):
     def copy(self, value: Any) -> Any:
         return value
 
-    def changed_since(self, value: Any) -> _State | None:
+    def changed_since(self, value: Any) -> State | None:
         now = self.read()
         same = torch.equal(now, value) if isinstance(now, Tensor) else pickle.dumps(now) == pickle.dumps(value)
         return None if same else self
