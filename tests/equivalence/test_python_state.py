@@ -406,6 +406,16 @@ def child_that_is_set() -> nn.Module:
     return model
 
 
+def reads_a_counter(self: Any, x: Tensor) -> Tensor:
+    return x * self.a.calls
+
+
+def child_that_counts() -> nn.Module:
+    model = model_with(reads_a_counter)
+    model.a = Counts()
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a generator of its own": (with_generator, "draws random numbers"),
     "a global generator": (lambda: model_with(global_generator), "draws random numbers"),
@@ -415,6 +425,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a hook with a tensor": (lambda: model_with(hooks_a_gradient), "a hook uses a tensor of the forward"),
     "an error that it catches": (lambda: model_with(catches_errors), "its path depends on data"),
     "a number that it counts": (lambda: model_with(counts_calls), "sets scale while it runs"),
+    "a number that a child counts": (child_that_counts, "reads a.calls, which a changes when it runs"),
     "a global that it changes": (lambda: model_with(changes_a_global), "changes the variable SETTINGS"),
 }
 

@@ -679,6 +679,12 @@ class Recorder(Values):
             for inner, part in self.modules[path].named_modules(prefix=path):
                 names = [n for n in before.changed(part, True) if not _harmless(part, n)]
                 names = [name for name in names if _is_counted(vars(part).get(name))]
+                if read := [name for name in names if (id(part), name) in self.first_read]:
+                    raise CannotTrace(
+                        f"{type(self.model).__name__}.forward reads {inner}.{read[0]}, which {inner} changes when it "
+                        "runs, and a recording would keep its value: return it from the forward of that module",
+                        definite=True,
+                    )
                 self.result.counts.setdefault(path, []).extend(f"{inner}.{name}" for name in names)
         for path in sorted(self.result.entered):
             module = self.modules[path]
