@@ -6,6 +6,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -405,5 +406,72 @@ def test_stages_may_share_caches_and_all_else_with_one_micro_batch(make: Any, mi
             loss = F.mse_loss(plain(x), y)
             loss.backward()
             torch.testing.assert_close(pipe.step(x, y).loss, loss.detach())
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+# ── the loss function ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class CountingLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("average", torch.ones(()))
+        self.average: Tensor
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        loss = F.mse_loss(output, target)
+        self.average = self.average * 0.9 + loss.detach() * 0.1
+        return loss * self.calls / self.average
+
+
+class CountingObject:
+    def __init__(self) -> None:
+        self.state = {"calls": 0}
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.state["calls"] += 1
+        return F.mse_loss(output, target) * self.state["calls"]
+
+    def method(self, output: Tensor, target: Tensor) -> Tensor:
+        return self(output, target)
+
+
+def closure() -> Callable[[Tensor, Tensor], Tensor]:
+    calls = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return F.mse_loss(output, target) * calls
+
+    return loss
+
+
+LOSSES: list[Callable[[], Any]] = [
+    CountingLoss, CountingObject, lambda: CountingObject().method, closure, lambda: partial(closure())
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("make", LOSSES, ids=["module", "object", "method", "closure", "partial"])
+def test_state_that_a_loss_function_changes(make: Callable[[], Any], schedule: str, recompute: Any) -> None:
+    """A recompute of the last stage computes the loss again: counters advanced twice, and gradients were of others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    plain, loss_fn, plain_loss = copy.deepcopy(model), make(), make()
+    x, y = torch.randn(2, BATCH, WIDTH)
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
+    with ps.Pipeline(ps.split(model, stages=2), loss_fn, reduction="mean", **options) as pipe:
+        for _ in range(2):
+            total = torch.zeros(())
+            for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+                loss = plain_loss(plain(part), target) / MICROBATCHES
+                loss.backward()
+                total += loss.detach()
+            torch.testing.assert_close(pipe.step(x, y).loss, total)
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad)

@@ -245,3 +245,25 @@ def test_counts_that_change_between_accumulated_steps() -> None:
             reference(x, y).backward()
     for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("weight", WEIGHT), ("ignore_index", 2), ("reduction", "sum"), ("label_smoothing", 0.2)],
+)
+def test_options_of_a_loss_that_are_set_after_the_pipeline_was_made(name: str, value: Any) -> None:
+    """Targets were counted, and losses averaged, as the options said when the pipeline was made."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
+    x, y = torch.randn(8, WIDTH), torch.tensor([0, 1, 2, 2, 3, 4, 2, 0])
+    loss_fn, reference = nn.CrossEntropyLoss(weight=torch.ones(CLASSES)), copy.deepcopy(model)
+    with ps.Pipeline(ps.split(model, stages=2), loss_fn, microbatches=2) as pipe:
+        for _ in range(2):
+            model.zero_grad()
+            reference.zero_grad()
+            loss = loss_fn(reference(x), y)
+            loss.backward()
+            torch.testing.assert_close(pipe.step(x, y).loss, loss.detach())
+            for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, other.grad)
+            setattr(loss_fn, name, value)

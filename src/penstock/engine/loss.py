@@ -23,7 +23,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from penstock.engine.message import detach_tensors, flatten, unflatten
 from penstock.engine.microbatch import can_join, join
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.errors import PlanError
+from penstock.split.sample import same_values
 
 # ── loss functions ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -59,10 +60,22 @@ class LossRule:
     reduction: str  # "mean", "sum", "targets", "elements" or "observed"
     count: Callable[[Any], Tensor] | None = None  # of targets
     wants_targets: bool = True
+    made_of: tuple[Any, str | None, Sequence[Any]] = (None, None, ())  # the function, the given reduction, its options
+
+    def current(self) -> LossRule:
+        """The rule for the loss function as it is now: its weight or reduction may have been set since."""
+        loss_fn, reduction, options = self.made_of
+        same = same_values([*_loss_options(loss_fn)[0].values()], options)
+        return self if same else loss_rule(loss_fn, reduction)
 
 
 def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) -> LossRule:
     """The rule for ``loss_fn``, by its own ``reduction`` or by the one given."""
+    rule = _loss_rule(loss_fn, reduction)
+    return replace(rule, made_of=(loss_fn, reduction, [*_loss_options(loss_fn)[0].values()]))
+
+
+def _loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None) -> LossRule:
     if loss_fn is not None and not callable(loss_fn):
         raise PlanError(f"loss_fn must be a function of (output, target), got {type(loss_fn).__name__}")
     if reduction not in (None, "mean", "sum"):
@@ -240,7 +253,7 @@ class LossAndOutputs:
         self, sizes: Sequence[int], targets: Sequence[Any] | None, outputs: Outputs, *, training: bool = False
     ) -> None:
         """Start a mini-batch and keep these ``outputs``; with ``targets`` None there is no loss."""
-        self.training = training
+        self.training, self.rule = training, self.rule.current()
         self.wants_loss = targets is not None
         self.batch, self.sizes = sum(sizes), sizes
         self.targets = targets or ()

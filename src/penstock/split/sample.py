@@ -238,6 +238,10 @@ def is_same(value: Any, other: Any) -> bool:
     return value is other or (type(value) is type(other) and type(value) in _QUICK_ATOMS and bool(value == other))
 
 
+def same_values(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(values) == len(others) and all(map(is_same, values, others))
+
+
 def containers_in(
     value: Any, seen: set[int] | None = None, *, closures: bool = True
 ) -> Iterator[tuple[Any, list[Any]]]:

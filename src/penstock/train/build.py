@@ -136,8 +136,9 @@ def build(
             stage.rng = StageRng(module, device_of[s], options.seed, first, fqn)
             if source.recomputes(s):
                 sharded = stage.parallel is not None and stage.parallel.sharded is not None
-                stage.buffer_guard = BufferGuard(module, sharded=sharded)
-                stage.python_state = PythonStateGuard(module)
+                loss_fn = None if loss is None else options.loss_fn
+                stage.buffer_guard = BufferGuard(module, loss_fn, sharded=sharded)
+                stage.python_state = PythonStateGuard(module, loss_fn)
         if options.batchnorm == "deferred":
             stage.norms = DeferredStatistics(module, s)
         alone = mesh is None and source.microbatches == 1  # stages work one after the other, on the same objects

@@ -11,6 +11,7 @@ forwards save this alone.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 import sys
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.recompute.rng import generators_lock
+from penstock.split.sample import cell_contents
 
 MAX_DEPTH = 3  # of objects and containers within the attribute of a module
 
@@ -37,13 +39,15 @@ SavedPythonState = list[tuple["State", Any]]
 
 
 class PythonStateGuard:
-    """The Python state of one stage's modules; those of torch have none.
+    """The Python state of one stage's modules and of the loss function; the modules of torch have none.
 
     ``saving`` is entered around a forward that will be recomputed, ``restored`` around the recompute.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.modules = [part for part in module.modules() if not is_library(type(part))]
+    def __init__(self, module: nn.Module, loss_fn: Any = None) -> None:
+        every = [*module.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
+        self.modules = [part for part in every if not is_library(type(part))]
+        self.loss_fn = loss_fn
         self.changing: list[State] = []
         self._mode: object = None
         self._known: list[object] = []
@@ -58,7 +62,7 @@ class PythonStateGuard:
         learning = not any(known is mode for known in self._known)
         with generators_lock if learning or _draws(self.changing) else nullcontext():
             saved += [(state, state.copy(state.read())) for state in self.changing]
-            every = find_state(self.modules) if learning else []
+            every = find_state(self.modules, self.loss_fn) if learning else []
             before = [state.read() for state in every]
             yield
             for state, value in zip(every, before, strict=True):
@@ -103,7 +107,7 @@ def _is_generator(value: Any) -> bool:
     return isinstance(value, (random.Random, torch.Generator)) or type(value).__module__.startswith("numpy.random")
 
 
-def find_state(modules: list[nn.Module]) -> list[State]:
+def find_state(modules: list[nn.Module], function: Any = None) -> list[State]:
     numpy: Any = sys.modules.get("numpy.random")
     found: dict[Any, State] = {}
     for generator in (random, numpy):
@@ -114,6 +118,7 @@ def find_state(modules: list[nn.Module]) -> list[State]:
         found[state.key] = state
         for value in state.read().values():
             find_in(value, found, MAX_DEPTH)
+    _find_in_function(function, found, MAX_DEPTH)
     return list(found.values())
 
 
@@ -136,6 +141,27 @@ def find_in(value: Any, found: dict[Any, State], depth: int) -> None:
             find_in(item, found, depth - 1)
     if state is not None:
         found[id(value)] = state
+
+
+def _find_in_function(function: Any, found: dict[Any, State], depth: int) -> None:
+    """The state of a loss function: of a closure, a partial, a method's object, or an object that can be called."""
+    if depth == 0 or (getattr(function, "__module__", None) or "").partition(".")[0] in _LIBRARIES:
+        return
+    if isinstance(function, FunctionType):
+        for cell in function.__closure__ or ():
+            found[id(cell)] = _Cell(cell)
+            _find_in_function(cell_contents(cell), found, depth - 1)
+    elif isinstance(function, MethodType):
+        _find_in_function(function.__self__, found, depth - 1)
+    elif isinstance(function, functools.partial):
+        _find_in_function(function.func, found, depth - 1)
+    elif callable(function) and hasattr(function, "__dict__") and not isinstance(function, (type, nn.Module)):
+        state = Attributes(vars(function))
+        found[state.key] = state
+        for value in list(vars(function).values()):
+            _find_in_function(value, found, depth - 1)
+    else:
+        find_in(function, found, depth)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -219,6 +245,19 @@ class _Container(State):
         if isinstance(self.holder, dict):
             now, value = [x for pair in now for x in pair], [x for pair in value for x in pair]
         return None if len(now) == len(value) and all(map(_same, now, value)) else self
+
+
+class _Cell(State):
+    """A variable of the function that a closure was made in."""
+
+    def read(self) -> Any:
+        return cell_contents(self.holder)
+
+    def write(self, value: Any) -> None:
+        self.holder.cell_contents = value
+
+    def changed_since(self, value: Any) -> State | None:
+        return None if _same(self.read(), value) else self
 
 
 class _Generator(State):

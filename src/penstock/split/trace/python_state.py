@@ -15,13 +15,13 @@ from __future__ import annotations
 import inspect
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.split.sample import PLAIN, cell_contents, containers_in, contents, is_generator, is_same
+from penstock.split.sample import PLAIN, cell_contents, containers_in, contents, is_generator, same_values
 from penstock.split.trace.state import is_users_code
 
 _NOT_WATCHED = frozenset((*vars(nn.Module()), *dir(nn.Module)))  # parameters, modules, hooks, the mode, methods
@@ -30,10 +30,6 @@ _NOT_WATCHED = frozenset((*vars(nn.Module()), *dir(nn.Module)))  # parameters, m
 def is_watched(name: str) -> bool:
     """Whether an attribute of a module is one that its user has set."""
     return name not in _NOT_WATCHED and name[:2] != "__"
-
-
-def same_values(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(values) == len(others) and all(map(is_same, values, others))
 
 
 def forward_function(module: nn.Module) -> Any:
