@@ -31,7 +31,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engine.forward_context import forward_state
-from penstock.engine.loss_terms import Count, LossWeights, count_targets, requiring_grad, with_graph
+from penstock.engine.loss_terms import (
+    Count,
+    LossWeights,
+    count_targets,
+    requiring_grad,
+    warn_if_samples_are_compared,
+    with_graph,
+)
 from penstock.engine.message import detach_tensors, flatten, unflatten
 from penstock.engine.microbatch import can_join, join
 from penstock.engine.replicas import PendingSum, ReplicaGroup
@@ -234,6 +241,7 @@ class LossAndOutputs:
     rule: LossRule
     scale: float = 1.0  # of the gradients, not of the loss
     replicas: ReplicaGroup | None = None  # where the mini-batch is split over replicas
+    compared: bool = False  # whether it was looked at whether the loss compares samples with each other
     # Of the current mini-batch:
     training: bool = False
     wants_loss: bool = False
@@ -326,6 +334,9 @@ class LossAndOutputs:
             raise PlanError(f"{what} gave {found} where the loss, one number in a tensor, was expected")
         if self.training and not loss.requires_grad:
             raise PlanError("the loss does not depend on any parameter that requires a gradient: nothing to train")
+        if self.training and not self.compared and (len(self.sizes) > 1 or self.replicas is not None):
+            self.compared = True
+            warn_if_samples_are_compared(loss, self.sizes[microbatch])
         if first:
             self.losses[microbatch] = loss.detach().clone()  # its memory may be a view of the output's
         return loss if self.training else loss.detach()
