@@ -77,9 +77,9 @@ def _state_of(modules: Iterable[nn.Module]) -> list[State]:
 
 
 def _with_referenced(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules, and those that plain containers of theirs hold."""
+    """The modules, and those that plain containers of the user's own modules hold."""
     found = {id(part): part for part in modules}
-    for part in [*found.values()]:
+    for part in [part for part in found.values() if not is_library(type(part))]:
         own = [value for name, value in vars(part).items() if name != "_modules"]
         for _, items in containers_in(own, closures=False):
             found |= {id(item): item for item in items if isinstance(item, nn.Module)}
