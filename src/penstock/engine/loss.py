@@ -43,7 +43,7 @@ from penstock.engine.message import detach_tensors, flatten, unflatten
 from penstock.engine.microbatch import can_join, join
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.errors import PlanError
-from penstock.split.sample import same_values
+from penstock.split.module_state import same_values
 
 # ── loss functions ───────────────────────────────────────────────────────────────────────────────────────────────
 

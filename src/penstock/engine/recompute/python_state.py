@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.recompute.rng import generators_lock
-from penstock.split.sample import cell_contents
+from penstock.split.module_state import cell_contents
 
 MAX_DEPTH = 3  # of objects and containers within the attribute of a module
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.split.sample import PLAIN, cell_contents, containers_in, contents, is_generator, same_values
+from penstock.split.module_state import PLAIN, cell_contents, containers_in, contents, is_generator, same_values
 from penstock.split.trace.state import is_users_code
 
 _NOT_WATCHED = frozenset((*vars(nn.Module()), *dir(nn.Module)))  # parameters, modules, hooks, the mode, methods

@@ -43,7 +43,7 @@ from penstock._torch import (
 from penstock.errors import PlanError
 from penstock.split.lazy import Lazy
 from penstock.split.marks import Block, CutPoint, begin_block_of, forward_block_of
-from penstock.split.sample import ModuleState, RandomStates, contents, own_generators, same_values
+from penstock.split.module_state import ModuleState, RandomStates, contents, own_generators, same_values
 from penstock.split.trace.call import call_text, forward_arguments, rebuild
 from penstock.split.trace.errors import CannotTrace, cannot_trace, is_data_dependent
 from penstock.split.trace.python_state import (
