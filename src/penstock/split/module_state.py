@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import pickle
 import random
 import sys
 from collections import deque
@@ -36,50 +37,91 @@ def is_generator(value: Any) -> bool:
     return isinstance(value, (random.Random, torch.Generator, *numpys)) and not isinstance(value, random.SystemRandom)
 
 
+def _without_graph(value: Any) -> Any:
+    """A copy of plain containers and of tensors. A tensor of an autograd graph is detached, to free the graph."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return value.detach().clone() if value.grad_fn is None else value.detach()
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_graph, value))
+    return {key: _without_graph(item) for key, item in value.items()} if type(value) is dict else value
+
+
+class State:
+    """Something that ``read`` copies and ``write`` sets."""
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+        self.key: Any = id(holder)
+
+    def read(self) -> Any:
+        raise NotImplementedError
+
+    def write(self, value: Any) -> None:
+        raise NotImplementedError
+
+    def copy(self, value: Any) -> Any:
+        return _without_graph(value)
+
+    def changed_since(self, value: Any) -> State | None:
+        """The part of the state that differs from an earlier value; None if nothing does."""
+        raise NotImplementedError
+
+    def part_of(self, value: Any) -> Any:
+        """Of an earlier value of the whole, the one of this part."""
+        return value
+
+
+class GeneratorState(State):
+    """The state of a random generator: of Python, of NumPy, or a torch.Generator."""
+
+    def __init__(self, holder: Any) -> None:
+        super().__init__(holder)
+        self.bits: Any = None if isinstance(holder, ModuleType) else getattr(holder, "bit_generator", None)
+
+    def read(self) -> Any:
+        if self.bits is not None:
+            return self.bits.state
+        return self.holder.getstate() if hasattr(self.holder, "getstate") else self.holder.get_state()
+
+    def write(self, value: Any) -> None:
+        if self.bits is not None:
+            self.bits.state = value
+        else:
+            (self.holder.setstate if hasattr(self.holder, "setstate") else self.holder.set_state)(value)
+
+    def copy(self, value: Any) -> Any:
+        return value
+
+    def changed_since(self, value: Any) -> State | None:
+        now = self.read()
+        same = torch.equal(now, value) if isinstance(now, Tensor) else pickle.dumps(now) == pickle.dumps(value)
+        return None if same else self
+
+
 class RandomStates:
     """The states of the global random generators of torch, Python and NumPy, and of ``own`` ones."""
 
     def __init__(self, own: Sequence[Any] = ()) -> None:
         self.own = own
-        self.torch, self.others = self._now()
-
-    def _now(self) -> tuple[Tensor, list[Any]]:
-        numpy: Any = sys.modules.get("numpy.random")
-        others = [random.getstate(), None if numpy is None else numpy.get_state()]
+        every = (torch.default_generator, random, sys.modules.get("numpy.random"), *own)
         with DisableTorchFunction():  # this may run within a trace
-            return torch.get_rng_state(), [*others, *map(_generator_state, self.own)]
+            self._states = [(state, state.read()) for state in map(GeneratorState, every) if state.holder is not None]
 
     def drawn(self) -> bool:
         """Whether random numbers were drawn since."""
-        state, others = self._now()
         with DisableTorchFunction():
-            return not torch.equal(state, self.torch) or str(others) != str(self.others)
+            return any(state.changed_since(value) is not None for state, value in self._states)
 
     def restore(self) -> None:
         with DisableTorchFunction():
-            torch.set_rng_state(self.torch)
-        python, numpy, *own = self.others
-        random.setstate(python)
-        if numpy is not None:
-            sys.modules["numpy.random"].set_state(numpy)
-        for generator, state in zip(self.own, own, strict=True):
-            if isinstance(generator, random.Random):
-                generator.setstate(state)
-            elif hasattr(generator, "bit_generator"):
-                generator.bit_generator.state = state
-            else:  # of torch, or of NumPy's older kind
-                generator.set_state(state)
-
-
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+            for state, value in self._states:
+                state.write(value)
 
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 _ATOMS = (*PLAIN, Tensor, nn.Module, ModuleType)
 _QUICK_ATOMS = frozenset((type(None), bool, int, float, str, torch.Size))
+_COMPARED = (bool, int, float, complex, str, bytes, torch.Size)
 _DEPTH, _ITEMS = 6, 4096  # of containers within containers, and of values in one of them
 _RECORDS = ("argparse", "types", "collections")  # modules of the standard library whose objects hold settings
 
@@ -123,7 +165,7 @@ def cell_contents(cell: Any) -> Any:
 
 def is_same(value: Any, other: Any) -> bool:
     """Whether two values are one object, or equal numbers or texts: those of an array are new objects every time."""
-    return value is other or (type(value) is type(other) and type(value) in _QUICK_ATOMS and bool(value == other))
+    return value is other or (type(value) is type(other) and isinstance(value, _COMPARED) and bool(value == other))
 
 
 def same_values(values: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -12,7 +12,6 @@ forwards save this alone.
 from __future__ import annotations
 
 import functools
-import pickle
 import random
 import sys
 from collections import deque
@@ -21,11 +20,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from penstock.engine.recompute.rng import generators_lock
-from penstock.split.module_state import cell_contents
+from penstock.split.module_state import GeneratorState, State, cell_contents, is_generator, is_same
 
 MAX_DEPTH = 3  # of objects and containers within the attribute of a module
 
@@ -93,7 +91,7 @@ def _restored(saved: SavedPythonState) -> Iterator[None]:
 
 
 def _draws(states: list[State]) -> bool:
-    return any(isinstance(state, _Generator) for state in states)
+    return any(isinstance(state, GeneratorState) for state in states)
 
 
 def is_library(kind: type) -> bool:
@@ -101,18 +99,12 @@ def is_library(kind: type) -> bool:
     return all(base.__module__.partition(".")[0] in _LIBRARIES for base in kind.__mro__)
 
 
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, random.SystemRandom):  # it has no state
-        return False
-    return isinstance(value, (random.Random, torch.Generator)) or type(value).__module__.startswith("numpy.random")
-
-
 def find_state(modules: list[nn.Module], function: Any = None) -> list[State]:
     numpy: Any = sys.modules.get("numpy.random")
     found: dict[Any, State] = {}
     for generator in (random, numpy):
         if generator is not None:
-            found[id(generator)] = _Generator(generator)
+            found[id(generator)] = GeneratorState(generator)
     for module in modules:
         state = Attributes(vars(module))
         found[state.key] = state
@@ -126,8 +118,8 @@ def find_in(value: Any, found: dict[Any, State], depth: int) -> None:
     if isinstance(value, _WITHOUT_STATE) or depth == 0 or id(value) in found:
         return
     state: State | None = None
-    if _is_generator(value):
-        state = _Generator(value)
+    if is_generator(value):
+        state = GeneratorState(value)
     elif isinstance(value, (list, dict, set, deque)):
         state = _Container(value)
         for item in list(value.values() if isinstance(value, dict) else value):
@@ -164,44 +156,6 @@ def _find_in_function(function: Any, found: dict[Any, State], depth: int) -> Non
         find_in(function, found, depth)
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other))
-
-
-def _without_graph(value: Any) -> Any:
-    """A copy of plain containers and of tensors. A tensor of an autograd graph is detached, to free the graph."""
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        return value.detach().clone() if value.grad_fn is None else value.detach()
-    if type(value) in (list, tuple):
-        return type(value)(map(_without_graph, value))
-    return {key: _without_graph(item) for key, item in value.items()} if type(value) is dict else value
-
-
-class State:
-    """Something that ``read`` copies and ``write`` sets."""
-
-    def __init__(self, holder: Any) -> None:
-        self.holder = holder
-        self.key: Any = id(holder)
-
-    def read(self) -> Any:
-        raise NotImplementedError
-
-    def write(self, value: Any) -> None:
-        raise NotImplementedError
-
-    def copy(self, value: Any) -> Any:
-        return _without_graph(value)
-
-    def changed_since(self, value: Any) -> State | None:
-        """The part of the state that differs from an earlier value; None if nothing does."""
-        raise NotImplementedError
-
-    def part_of(self, value: Any) -> Any:
-        """Of an earlier value of the whole, the one of this part."""
-        return value
-
-
 class Attributes(State):
     """The attributes of a module or another object: all of them, or one."""
 
@@ -223,7 +177,7 @@ class Attributes(State):
 
     def changed_since(self, value: dict[str, Any]) -> State | None:
         now, missing = self.read(), object()
-        names = [name for name in {**value, **now} if not _same(value.get(name, missing), now.get(name, missing))]
+        names = [name for name in {**value, **now} if not is_same(value.get(name, missing), now.get(name, missing))]
         return Attributes(self.holder, tuple(names)) if names else None
 
     def part_of(self, value: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +198,7 @@ class _Container(State):
         now = self.read()
         if isinstance(self.holder, dict):
             now, value = [x for pair in now for x in pair], [x for pair in value for x in pair]
-        return None if len(now) == len(value) and all(map(_same, now, value)) else self
+        return None if len(now) == len(value) and all(map(is_same, now, value)) else self
 
 
 class _Cell(State):
@@ -257,31 +211,4 @@ class _Cell(State):
         self.holder.cell_contents = value
 
     def changed_since(self, value: Any) -> State | None:
-        return None if _same(self.read(), value) else self
-
-
-class _Generator(State):
-    """The state of a random generator: of Python, of NumPy, or a torch.Generator."""
-
-    def __init__(self, holder: Any) -> None:
-        super().__init__(holder)
-        self.bits: Any = None if isinstance(holder, ModuleType) else getattr(holder, "bit_generator", None)
-
-    def read(self) -> Any:
-        if self.bits is not None:
-            return self.bits.state
-        return self.holder.getstate() if hasattr(self.holder, "getstate") else self.holder.get_state()
-
-    def write(self, value: Any) -> None:
-        if self.bits is not None:
-            self.bits.state = value
-        else:
-            (self.holder.setstate if hasattr(self.holder, "setstate") else self.holder.set_state)(value)
-
-    def copy(self, value: Any) -> Any:
-        return value
-
-    def changed_since(self, value: Any) -> State | None:
-        now = self.read()
-        same = torch.equal(now, value) if isinstance(now, Tensor) else pickle.dumps(now) == pickle.dumps(value)
-        return None if same else self
+        return None if is_same(self.read(), value) else self

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from penstock._torch import NormBase
 from penstock.engine.recompute.buffers import version_of
-from penstock.engine.recompute.python_state import MAX_DEPTH, State, find_in, find_state, is_library
+from penstock.engine.recompute.python_state import MAX_DEPTH, find_in, find_state, is_library
 from penstock.errors import PlanError
-from penstock.split.module_state import containers_in
+from penstock.split.module_state import State, containers_in
 
 
 class SharedStateCheck:
