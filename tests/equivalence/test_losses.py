@@ -332,6 +332,13 @@ def test_a_loss_that_compares_samples_is_warned_of_once(loss: Callable[[Tensor],
         pipe.step(x, targets)
 
 
+class FixedProduct(nn.Linear):
+    """A batched product with a constant, for which autograd saves one of the operands alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("id,jd->ij", super().forward(x), torch.ones(4, WIDTH))
+
+
 class CosineHead(nn.Module):
     """As many classes as a micro-batch has samples, whose weights are computed: no contrast."""
 
@@ -344,8 +351,9 @@ class CosineHead(nn.Module):
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_classifier_of_as_many_classes_as_samples_is_not_warned_of(stages: int) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), CosineHead())
+@pytest.mark.parametrize("head", [CosineHead, lambda: FixedProduct(WIDTH, WIDTH)], ids=["cosine", "fixed"])
+def test_a_classifier_of_as_many_classes_as_samples_is_no_contrast(head: Callable[[], nn.Module], stages: int) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), head())
     reference, x, y = copy.deepcopy(model), torch.randn(8, WIDTH), torch.arange(8) // 2
     F.cross_entropy(reference(x), y).backward()
     with ps.Pipeline(ps.split(model, stages=stages), F.cross_entropy, microbatches=2) as pipe:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock._torch import pytree, saved_value
+from penstock._torch import output_shape, pytree, saved_value
 from penstock.errors import PlanError
 
 Count = Tensor | float
@@ -145,7 +145,7 @@ def _quotient(divisor: Any, numerator: Any, terms: list[LossTerm]) -> Iterator[L
 
 # ── losses that compare samples with each other ─────────────────────────────────────────────────────────────────────
 
-_OPERANDS = {"Mm": ("self", "mat2"), "Addmm": ("mat1", "mat2"), "Bmm": ("self", "mat2"), "Cdist": ("x1", "x2")}
+_PRODUCTS = ("Mm", "Addmm", "Bmm", "Cdist")
 FEWEST_NUMBERED = 4  # fewer targets may be the numbers of the samples by chance
 _OF_DATA = ("Mm", "Addmm", "Bmm", "Convolution")  # where one input has no gradient, it is data
 
@@ -174,22 +174,14 @@ def warn_if_samples_are_compared(loss: Tensor, samples: int) -> None:
 
 
 def _compares(node: Any, samples: int) -> bool:
-    name, target = node.name().partition("Backward")[0], saved_value(node, "target")
-    if name == "NllLoss" and samples >= FEWEST_NUMBERED and target.shape == (samples,):
-        numbers = torch.arange(samples, device=target.device)
-        return saved_value(node, "self").shape == (samples, samples) and bool((target == numbers).all())
-    if name not in _OPERANDS or samples < 2:
+    name, sources = node.name().partition("Backward")[0], [source for source, _ in node.next_functions]
+    if name == "NllLoss" and samples >= FEWEST_NUMBERED and output_shape(sources[0]) == (samples, samples):
+        target = saved_value(node, "target")
+        return bool((target == torch.arange(samples, device=target.device)).all())
+    if name not in _PRODUCTS or samples < 2:
         return False
-    left, right = (_sizes(node, operand) for operand in _OPERANDS[name])
-    columns = right[-2] if name == "Cdist" else right[-1]
-    sources = [source for source, _ in node.next_functions][-2:]
-    alone = len(left) == 2 or left[0] == 1
-    return alone and left[-2] == columns and left[-2] in (samples, 2 * samples) and all(map(_carries_data, sources))
-
-
-def _sizes(node: Any, operand: str) -> tuple[int, ...]:
-    sizes = saved_value(node, f"{operand}_sym_sizes")
-    return tuple(saved_value(node, operand).shape if sizes is None else sizes)
+    squares = {(*batch, n, n) for batch in ((), (1,)) for n in (samples, 2 * samples)}
+    return output_shape(node) in squares and all(map(_carries_data, sources[-2:]))
 
 
 def _carries_data(node: Any) -> bool:
