@@ -309,7 +309,8 @@ class StageEngine:
             stack.enter_context(self.norms.counting)
         if not recomputing and not self._shared_state_is_known():
             assert self.shared_state is not None
-            stack.enter_context(self.shared_state.checking(self.mode))
+            known = self.microbatches[microbatch] if self.microbatches else None
+            stack.enter_context(self.shared_state.checking(self.mode, known))
         if slot.queue is not None:
             stack.enter_context(slot.queue.recording())
         if slot.saved is not None and slot.saved.keeper.used:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock._torch import NormBase
+from penstock.engine.forward_context import MicroBatch
 from penstock.engine.recompute.buffers import version_of
 from penstock.engine.recompute.python_state import MAX_DEPTH, find_in, find_state, is_library
 from penstock.errors import PlanError
@@ -36,14 +37,16 @@ class SharedStateCheck:
         return not self.states or self._forwards.get(id(mode), 0) > 1
 
     @contextmanager
-    def checking(self, mode: object) -> Iterator[None]:
+    def checking(self, mode: object, microbatch: MicroBatch | None) -> Iterator[None]:
         before = [state.read() for state in self.states]
         yield
         self._forwards[id(mode)] = count = self._forwards.get(id(mode), 0) + 1
+        # A layer that asks for the micro-batch keeps values for it under this key.
+        all_states = count > 1 and (microbatch is None or not microbatch.known)
         changed = [
             state
             for state, value in zip(self.states, before, strict=True)
-            if (count > 1 or isinstance(state, _Version)) and state.changed_since(value) is not None
+            if (all_states or isinstance(state, _Version)) and state.changed_since(value) is not None
         ]
         if changed:
             own, other = (_name(changed[0], modules) for modules in (self.module.modules(), self.others))
