@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,7 +44,6 @@ from penstock.engine.message import detach_tensors, flatten, unflatten
 from penstock.engine.microbatch import can_join, join
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.errors import PlanError
-from penstock.split.module_state import same_values
 
 # ── loss functions ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -72,7 +72,8 @@ class LossRule:
     def current(self) -> LossRule:
         """The rule for the loss function as it is now: its weight or reduction may have been set since."""
         loss_fn, reduction, options = self.made_of
-        same = same_values([*_loss_options(loss_fn)[0].values()], options)
+        now = [*_loss_options(loss_fn)[0].values()]
+        same = len(now) == len(options) and all(map(operator.is_, now, options))
         return self if same else loss_rule(loss_fn, reduction)
 
 

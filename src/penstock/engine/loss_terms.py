@@ -146,15 +146,14 @@ def _quotient(divisor: Any, numerator: Any, terms: list[LossTerm]) -> Iterator[L
 # ── losses that compare samples with each other ─────────────────────────────────────────────────────────────────────
 
 _PRODUCTS = ("Mm", "Addmm", "Bmm", "Cdist")
-FEWEST_NUMBERED = 4  # fewer targets may be the numbers of the samples by chance
 _OF_DATA = ("Mm", "Addmm", "Bmm", "Convolution")  # where one input has no gradient, it is data
 
 
 def warn_if_samples_are_compared(loss: Tensor, samples: int) -> None:
     """Warn of a loss in which each sample is compared with all others: micro-batches do not see each other's.
 
-    It is seen by a cross-entropy whose targets are the numbers of the samples, or by a matrix product of activations
-    that has a row and a column for each sample, or for each of two views of it.
+    It is seen by a matrix product of activations, in the last stage or in ``loss_fn``, that has a row and a column for
+    each sample, or for each of two views of it.
     """
     nodes: dict[Any, None] = {} if loss.grad_fn is None else {loss.grad_fn: None}
     queue = list(nodes)
@@ -175,9 +174,6 @@ def warn_if_samples_are_compared(loss: Tensor, samples: int) -> None:
 
 def _compares(node: Any, samples: int) -> bool:
     name, sources = node.name().partition("Backward")[0], [source for source, _ in node.next_functions]
-    if name == "NllLoss" and samples >= FEWEST_NUMBERED and output_shape(sources[0]) == (samples, samples):
-        target = saved_value(node, "target")
-        return bool((target == torch.arange(samples, device=target.device)).all())
     if name not in _PRODUCTS or samples < 2:
         return False
     squares = {(*batch, n, n) for batch in ((), (1,)) for n in (samples, 2 * samples)}

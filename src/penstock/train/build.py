@@ -143,7 +143,8 @@ def build(
             stage.norms = DeferredStatistics(module, s)
         alone = mesh is None and source.microbatches == 1  # stages work one after the other, on the same objects
         if stage.parallel is None and not alone:
-            stage.shared_state = SharedStateCheck(s, module, _modules_of_others(plan, module))
+            check = SharedStateCheck(s, module, _modules_of_others(plan, module))
+            stage.shared_state = check if check.states else None
         if pool is not None:
             stage.offload = activation_offload(device_of[s], pool, module)
         stage.weights = weights

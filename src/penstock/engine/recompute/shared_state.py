@@ -34,7 +34,7 @@ class SharedStateCheck:
         self._forwards: dict[int, int] = {}  # by mode
 
     def is_done(self, mode: object) -> bool:
-        return not self.states or self._forwards.get(id(mode), 0) > 1
+        return self._forwards.get(id(mode), 0) > 1
 
     @contextmanager
     def checking(self, mode: object, microbatch: MicroBatch | None) -> Iterator[None]:
