@@ -67,6 +67,8 @@ def test_saved_values_of_autograd_nodes() -> None:
     assert tuple(_torch.saved_value(x.mean().grad_fn, "self_sym_sizes")) == (4, 3)
     assert _torch.saved_value((x.sum() / 2).grad_fn, "other") == 2
     assert _torch.saved_value(x.mean().grad_fn, "no such value") is None
+    assert _torch.output_shape((x @ x.T).grad_fn) == (4, 4)
+    assert _torch.output_shape(SimpleNamespace()) is None
 
 
 def test_only_this_module_uses_private_apis_of_torch() -> None:

@@ -114,6 +114,12 @@ def saved_value(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}", None)
 
 
+def output_shape(node: Any) -> tuple[int, ...] | None:
+    """The shape of the tensor that an autograd node has made; None where torch does not tell."""
+    found: Any = getattr(node, "_input_metadata", ())
+    return tuple(found[0].shape) if len(found) == 1 else None
+
+
 # ── dispatch and modes ───────────────────────────────────────────────────────────────────────────────────────────────
 
 try:  # the base class of modes that see every operator

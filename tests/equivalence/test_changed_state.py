@@ -6,6 +6,7 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -265,3 +266,212 @@ def test_only_state_that_changes_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
         with guard.saving(mode, saved):
             module(torch.randn(2, WIDTH))
         assert saved == []
+
+
+# ── state of several stages ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Shares(nn.Module):
+    """A layer that has an object in common with another one, which may change it."""
+
+    def __init__(self, shared: Any, use: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.shared, self.use = nn.Linear(WIDTH, WIDTH), shared, use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.use(self.shared, x)
+
+
+class CountsCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * self.calls
+
+
+class Tied(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight[[0, 1, 2, 0]])
+
+
+def appends(log: list[float], x: Tensor) -> float:
+    log.append(float(len(log)))
+    return 1.0
+
+
+def counts(state: dict[str, int], x: Tensor) -> int:
+    state["calls"] += 1
+    return state["calls"]
+
+
+def counts_in_object(state: Any, x: Tensor) -> int:
+    state.calls += 1
+    return int(state.calls)
+
+
+def remembers(cache: dict[int, Tensor], x: Tensor) -> Tensor:
+    if WIDTH not in cache:
+        cache[WIDTH] = torch.arange(1.0, WIDTH + 1)
+    return cache[WIDTH]
+
+
+def shared_list() -> list[nn.Module]:
+    log: list[float] = []
+    return [Shares(log, appends), Shares(log, lambda log, x: 1.0 + sum(log))]
+
+
+def shared_dict() -> list[nn.Module]:
+    state = {"calls": 0}
+    return [Shares(state, counts), Shares(state, lambda state, x: state["calls"])]
+
+
+def shared_object() -> list[nn.Module]:
+    state = SimpleNamespace(calls=0)
+    return [Shares(state, counts_in_object), Shares(state, lambda state, x: state.calls)]
+
+
+def shared_cache() -> list[nn.Module]:
+    cache: dict[int, Tensor] = {}
+    return [Shares(cache, remembers), Shares(cache, remembers)]
+
+
+def counter_of_another_module() -> list[nn.Module]:
+    first = CountsCalls()
+    return [first, Shares([first], lambda held, x: held[0].calls)]
+
+
+def one_module_twice() -> list[nn.Module]:
+    first = CountsCalls()
+    return [first, first]
+
+
+def tied_embedding() -> list[nn.Module]:
+    first = Renormed()
+    return [first, Tied(first.table.weight)]
+
+
+class Layers(nn.Module):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+SHARED = [shared_list, shared_dict, shared_object, counter_of_another_module, one_module_twice, tied_embedding]
+
+
+def of_two_stages(make: Callable[[], list[nn.Module]], kind: str) -> tuple[nn.Module, ps.Plan]:
+    torch.manual_seed(0)
+    first, last = make()
+    layers = [first, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), last]
+    if kind == "sequential":
+        model: nn.Module = nn.Sequential(*layers)
+        return model, ps.split(model, balance=[2, 2])
+    model = Layers(layers)
+    return model, ps.split(model, stages=2, cuts=["layers.2"], sample=torch.zeros(2, WIDTH))
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("kind", ["sequential", "recorded"])
+@pytest.mark.parametrize("make", SHARED)
+def test_state_that_stages_share_and_change_is_refused(make: Any, kind: str, recompute: Any) -> None:
+    def step() -> None:
+        _, plan = of_two_stages(make, kind)
+        with ps.Pipeline(plan, F.mse_loss, microbatches=2, recompute=recompute) as pipe:
+            pipe.step(*torch.randn(2, BATCH, WIDTH))
+
+    with pytest.raises(ps.PlanError, match=r"changes .* (of another stage, too|and stage 1 ).* into one stage"):
+        step()
+
+
+@pytest.mark.parametrize("kind", ["sequential", "recorded"])
+@pytest.mark.parametrize(("make", "microbatches"), [(shared_cache, 2), *((make, 1) for make in SHARED[:4])])
+def test_stages_may_share_caches_and_all_else_with_one_micro_batch(make: Any, microbatches: int, kind: str) -> None:
+    model, plan = of_two_stages(make, kind)
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(2, BATCH, WIDTH)
+    with ps.Pipeline(plan, F.mse_loss, microbatches=microbatches) as pipe:
+        for _ in range(2):
+            loss = F.mse_loss(plain(x), y)
+            loss.backward()
+            torch.testing.assert_close(pipe.step(x, y).loss, loss.detach())
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+# ── the loss function ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class CountingLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("average", torch.ones(()))
+        self.average: Tensor
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        loss = F.mse_loss(output, target)
+        self.average = self.average * 0.9 + loss.detach() * 0.1
+        return loss * self.calls / self.average
+
+
+class CountingObject:
+    def __init__(self) -> None:
+        self.state = {"calls": 0}
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.state["calls"] += 1
+        return F.mse_loss(output, target) * self.state["calls"]
+
+    def method(self, output: Tensor, target: Tensor) -> Tensor:
+        return self(output, target)
+
+
+def closure() -> Callable[[Tensor, Tensor], Tensor]:
+    calls = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return F.mse_loss(output, target) * calls
+
+    return loss
+
+
+LOSSES: list[Callable[[], Any]] = [
+    CountingLoss, CountingObject, lambda: CountingObject().method, closure, lambda: partial(closure())
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("make", LOSSES, ids=["module", "object", "method", "closure", "partial"])
+def test_state_that_a_loss_function_changes(make: Callable[[], Any], schedule: str, recompute: Any) -> None:
+    """A recompute of the last stage computes the loss again: counters advanced twice, and gradients were of others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    plain, loss_fn, plain_loss = copy.deepcopy(model), make(), make()
+    x, y = torch.randn(2, BATCH, WIDTH)
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "schedule": schedule, "recompute": recompute}
+    with ps.Pipeline(ps.split(model, stages=2), loss_fn, reduction="mean", **options) as pipe:
+        for _ in range(2):
+            total = torch.zeros(())
+            for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+                loss = plain_loss(plain(part), target) / MICROBATCHES
+                loss.backward()
+                total += loss.detach()
+            torch.testing.assert_close(pipe.step(x, y).loss, total)
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)

@@ -245,3 +245,118 @@ def test_counts_that_change_between_accumulated_steps() -> None:
             reference(x, y).backward()
     for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("weight", WEIGHT), ("ignore_index", 2), ("reduction", "sum"), ("label_smoothing", 0.2)],
+)
+def test_options_of_a_loss_that_are_set_after_the_pipeline_was_made(name: str, value: Any) -> None:
+    """Targets were counted, and losses averaged, as the options said when the pipeline was made."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES))
+    x, y = torch.randn(8, WIDTH), torch.tensor([0, 1, 2, 2, 3, 4, 2, 0])
+    loss_fn, reference = nn.CrossEntropyLoss(weight=torch.ones(CLASSES)), copy.deepcopy(model)
+    with ps.Pipeline(ps.split(model, stages=2), loss_fn, microbatches=2) as pipe:
+        for _ in range(2):
+            model.zero_grad()
+            reference.zero_grad()
+            loss = loss_fn(reference(x), y)
+            loss.backward()
+            torch.testing.assert_close(pipe.step(x, y).loss, loss.detach())
+            for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad, other.grad)
+            setattr(loss_fn, name, value)
+
+
+# ── losses that compare samples with each other ──────────────────────────────────────────────────────────────────
+
+
+def clip_loss(output: Tensor) -> Tensor:
+    first, second = F.normalize(output[:, :3], dim=-1), F.normalize(output[:, 3:], dim=-1)
+    logits, numbers = 10 * first @ second.T, torch.arange(len(output))
+    return (F.cross_entropy(logits, numbers) + F.cross_entropy(logits.T, numbers)) / 2
+
+
+def two_views_loss(output: Tensor) -> Tensor:
+    both = F.normalize(torch.cat([output[:, :3], output[:, 3:]]), dim=-1)
+    similar = (both @ both.T).masked_fill(torch.eye(len(both), dtype=torch.bool), -torch.inf)
+    return F.cross_entropy(similar, torch.arange(len(both)).roll(len(output)))
+
+
+def pair_loss(output: Tensor) -> Tensor:
+    signs = 2 * torch.eye(len(output)) - 1
+    return -F.logsigmoid(torch.einsum("id,jd->ij", output, output) * signs).mean()
+
+
+def distance_loss(output: Tensor) -> Tensor:
+    return torch.cdist(output, 2 * output + 1).mean()
+
+
+class OwnContrast(nn.Module):
+    """Embeddings, whose loss the model computes itself where it has one."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.first, self.second, self.loss = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        return x if self.loss is None else self.loss(x)
+
+
+CONTRASTS = [clip_loss, two_views_loss, pair_loss, distance_loss]
+
+
+@pytest.mark.parametrize("in_model", [False, True])
+@pytest.mark.parametrize("loss", CONTRASTS)
+def test_a_loss_that_compares_samples_is_warned_of_once(loss: Callable[[Tensor], Tensor], in_model: bool) -> None:
+    model, x = OwnContrast(loss if in_model else None), torch.randn(8, WIDTH)
+    loss_fn = None if in_model else lambda output, target: loss(output)
+    targets = None if in_model else x
+    reference = copy.deepcopy(model)
+    wanted = reference(x) if in_model else loss(reference(x))
+    wanted.backward()
+    plan = ps.split(model, stages=2, sample=x)
+    with ps.Pipeline(plan, loss_fn, microbatches=1) as pipe:
+        torch.testing.assert_close(pipe.step(x, targets).loss, wanted.detach())
+    if not in_model:
+        model.zero_grad()
+        with ps.Pipeline(plan, loss_fn, microbatches=2) as pipe:  # the remedy
+            loss(pipe(x)).backward()
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+    with ps.Pipeline(plan, loss_fn, microbatches=2) as pipe:
+        with pytest.warns(UserWarning, match=r"compares the 4 samples of a micro-batch.*microbatches=1"):
+            pipe.step(x, targets)
+        pipe.step(x, targets)
+
+
+class FixedProduct(nn.Linear):
+    """A batched product with a constant, for which autograd saves one of the operands alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("id,jd->ij", super().forward(x), torch.ones(4, WIDTH))
+
+
+class CosineHead(nn.Module):
+    """As many classes as a micro-batch has samples, whose weights are computed: no contrast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.a, self.b = (nn.Parameter(torch.randn(size)) for size in ((4, WIDTH), (4, 2), (2, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.normalize(x), F.normalize(self.weight) + self.a @ self.b)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("head", [CosineHead, lambda: FixedProduct(WIDTH, WIDTH)], ids=["cosine", "fixed"])
+def test_a_classifier_of_as_many_classes_as_samples_is_no_contrast(head: Callable[[], nn.Module], stages: int) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), head())
+    reference, x, y = copy.deepcopy(model), torch.randn(8, WIDTH), torch.arange(8) // 2
+    F.cross_entropy(reference(x), y).backward()
+    with ps.Pipeline(ps.split(model, stages=stages), F.cross_entropy, microbatches=2) as pipe:
+        pipe.step(x, y)
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)

@@ -7,8 +7,10 @@ recording would miss if it looked at the arguments alone.
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ from penstock.errors import PlanError
 
 X = torch.linspace(-1, 2, 24).reshape(4, 6)
 SETTINGS = {"scale": 1.0}
+SCALE: ContextVar[float] = ContextVar("SCALE", default=1.0)
 
 
 @dataclass(slots=True)
@@ -134,6 +137,42 @@ def frozen_first(self: Any, x: Tensor) -> Tensor:
     return x * (2.0 if self.a.weight.requires_grad else 3.0)
 
 
+def scaled_by_environment(self: Any, x: Tensor) -> Tensor:
+    return x * float(os.environ.get("PENSTOCK_TEST_SCALE", "1"))
+
+
+def scaled_by_getenv(self: Any, x: Tensor) -> Tensor:
+    return x * float(os.getenv("PENSTOCK_TEST_SCALE", "1"))
+
+
+def scaled_by_any_variable(self: Any, x: Tensor) -> Tensor:
+    return x * sum(float(value) for name, value in os.environ.items() if name == "PENSTOCK_TEST_SCALE")
+
+
+def scaled_by_context(self: Any, x: Tensor) -> Tensor:
+    return x * SCALE.get()
+
+
+def scaled_by_vars(self: Any, x: Tensor) -> Tensor:
+    return x * vars(self)["scale"]
+
+
+def scaled_by_dictionary_of_child(self: Any, x: Tensor) -> Tensor:
+    return x * self.a.__dict__.get("scale", 1.0)
+
+
+def scaled_by_object(self: Any, x: Tensor) -> Tensor:
+    return x * object.__getattribute__(self, "scale")
+
+
+def set_environment(model: Any) -> None:
+    os.environ["PENSTOCK_TEST_SCALE"] = "3"
+
+
+def set_context(model: Any) -> None:
+    SCALE.set(3.0)
+
+
 def set_scale(model: Any) -> None:
     model.scale = 3.0
 
@@ -202,6 +241,13 @@ CHANGES: list[tuple[Callable[..., Tensor], Callable[[Any], None]]] = [
     (scaled_by_array, set_array),
     (scaled_by_slots, set_slots),
     (scaled_by_attribute, replace_forward),
+    (scaled_by_environment, set_environment),
+    (scaled_by_getenv, set_environment),
+    (scaled_by_any_variable, set_environment),
+    (scaled_by_context, set_context),
+    (scaled_by_vars, set_scale),
+    (scaled_by_dictionary_of_child, set_scale_of_child),
+    (scaled_by_object, set_scale),
 ]
 
 
@@ -211,12 +257,55 @@ def test_a_step_sees_values_that_were_changed_after_the_split(
     between: Callable[..., Tensor], change: Callable[[Any], None], sample: Tensor | None, monkeypatch: Any
 ) -> None:
     monkeypatch.setitem(SETTINGS, "scale", 1.0)
+    monkeypatch.setenv("PENSTOCK_TEST_SCALE", "1")
     model = model_with(between)
+    before = SCALE.set(1.0)
     plan = ps.split(model, stages=2, sample=sample)
     with ps.Pipeline(plan, loss_fn=square, microbatches=2) as pipe:
         assert_step_is_plain(pipe, model)
         change(model)
         assert_step_is_plain(pipe, model)
+    SCALE.reset(before)
+
+
+def type_is_tensor(self: Any, x: Tensor) -> Tensor:
+    return x * 2 if type(x) is Tensor else x * 3
+
+
+def type_equals_tensor(self: Any, x: Tensor) -> Tensor:
+    return x * 2 if type(x) == torch.Tensor else x * 3  # noqa: E721
+
+
+def class_is_tensor(self: Any, x: Tensor) -> Tensor:
+    return x * 2 if x.__class__ is Tensor and isinstance(type(x), type) else x * 3
+
+
+def type_has_name(self: Any, x: Tensor) -> Tensor:
+    return x * {"Tensor": 2, "Value": 3}[type(x).__name__]
+
+
+@pytest.mark.parametrize("between", [type_is_tensor, type_equals_tensor, class_is_tensor, type_has_name])
+def test_the_values_of_a_recording_are_of_the_type_tensor(between: Callable[..., Tensor]) -> None:
+    model = model_with(between)
+    with ps.Pipeline(ps.split(model, stages=2, sample=X, verify=False), loss_fn=square, microbatches=2) as pipe:
+        assert_step_is_plain(pipe, model)
+    assert "type" not in globals()
+
+
+class InContext(nn.Linear):
+    """A layer that stays whole, in the thread of its stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * SCALE.get()
+
+
+def test_stages_run_with_the_callers_context_variables() -> None:
+    model = nn.Sequential(InContext(6, 6), InContext(6, 6))
+    with ps.Pipeline(ps.split(model, stages=2), loss_fn=square, microbatches=2, recompute="always") as pipe:
+        for scale in (1.0, 3.0):
+            before = SCALE.set(scale)
+            assert_step_is_plain(pipe, model)
+            SCALE.reset(before)
 
 
 class Counts(nn.Module):
@@ -317,6 +406,16 @@ def child_that_is_set() -> nn.Module:
     return model
 
 
+def reads_a_counter(self: Any, x: Tensor) -> Tensor:
+    return x * self.a.calls
+
+
+def child_that_counts() -> nn.Module:
+    model = model_with(reads_a_counter)
+    model.a = Counts()
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a generator of its own": (with_generator, "draws random numbers"),
     "a global generator": (lambda: model_with(global_generator), "draws random numbers"),
@@ -326,6 +425,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a hook with a tensor": (lambda: model_with(hooks_a_gradient), "a hook uses a tensor of the forward"),
     "an error that it catches": (lambda: model_with(catches_errors), "its path depends on data"),
     "a number that it counts": (lambda: model_with(counts_calls), "sets scale while it runs"),
+    "a number that a child counts": (child_that_counts, "reads a.calls, which a changes when it runs"),
     "a global that it changes": (lambda: model_with(changes_a_global), "changes the variable SETTINGS"),
 }
 

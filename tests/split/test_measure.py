@@ -15,8 +15,8 @@ import penstock as ps
 from penstock.split import chain_of
 from penstock.split.lazy import Lazy
 from penstock.split.measure import LayerMeasurement, Measurement, measure
+from penstock.split.module_state import ModuleState
 from penstock.split.plan import Edge, Groups, LayerChain
-from penstock.split.sample import ModuleState
 from tests.support.models import assert_same, batch, mlp, snapshot, stateful_model
 
 FLOAT = 4

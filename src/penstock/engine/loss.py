@@ -22,8 +22,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +32,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engine.forward_context import forward_state
-from penstock.engine.loss_terms import Count, LossWeights, count_targets, requiring_grad, with_graph
+from penstock.engine.loss_terms import (
+    Count,
+    LossWeights,
+    count_targets,
+    requiring_grad,
+    warn_if_samples_are_compared,
+    with_graph,
+)
 from penstock.engine.message import detach_tensors, flatten, unflatten
 from penstock.engine.microbatch import can_join, join
 from penstock.engine.replicas import PendingSum, ReplicaGroup
@@ -59,10 +67,23 @@ class LossRule:
     reduction: str  # "mean", "sum", "targets", "elements" or "observed"
     count: Callable[[Any], Tensor] | None = None  # of targets
     wants_targets: bool = True
+    made_of: tuple[Any, str | None, Sequence[Any]] = (None, None, ())  # the function, the given reduction, its options
+
+    def current(self) -> LossRule:
+        """The rule for the loss function as it is now: its weight or reduction may have been set since."""
+        loss_fn, reduction, options = self.made_of
+        now = [*_loss_options(loss_fn)[0].values()]
+        same = len(now) == len(options) and all(map(operator.is_, now, options))
+        return self if same else loss_rule(loss_fn, reduction)
 
 
 def loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None = None) -> LossRule:
     """The rule for ``loss_fn``, by its own ``reduction`` or by the one given."""
+    rule = _loss_rule(loss_fn, reduction)
+    return replace(rule, made_of=(loss_fn, reduction, [*_loss_options(loss_fn)[0].values()]))
+
+
+def _loss_rule(loss_fn: Callable[..., Any] | None, reduction: str | None) -> LossRule:
     if loss_fn is not None and not callable(loss_fn):
         raise PlanError(f"loss_fn must be a function of (output, target), got {type(loss_fn).__name__}")
     if reduction not in (None, "mean", "sum"):
@@ -221,6 +242,7 @@ class LossAndOutputs:
     rule: LossRule
     scale: float = 1.0  # of the gradients, not of the loss
     replicas: ReplicaGroup | None = None  # where the mini-batch is split over replicas
+    compared: bool = False  # whether it was looked at whether the loss compares samples with each other
     # Of the current mini-batch:
     training: bool = False
     wants_loss: bool = False
@@ -240,7 +262,7 @@ class LossAndOutputs:
         self, sizes: Sequence[int], targets: Sequence[Any] | None, outputs: Outputs, *, training: bool = False
     ) -> None:
         """Start a mini-batch and keep these ``outputs``; with ``targets`` None there is no loss."""
-        self.training = training
+        self.training, self.rule = training, self.rule.current()
         self.wants_loss = targets is not None
         self.batch, self.sizes = sum(sizes), sizes
         self.targets = targets or ()
@@ -313,6 +335,9 @@ class LossAndOutputs:
             raise PlanError(f"{what} gave {found} where the loss, one number in a tensor, was expected")
         if self.training and not loss.requires_grad:
             raise PlanError("the loss does not depend on any parameter that requires a gradient: nothing to train")
+        if self.training and not self.compared and (len(self.sizes) > 1 or self.replicas is not None):
+            self.compared = True
+            warn_if_samples_are_compared(loss, self.sizes[microbatch])
         if first:
             self.losses[microbatch] = loss.detach().clone()  # its memory may be a view of the output's
         return loss if self.training else loss.detach()

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from penstock._torch import pytree, saved_value
+from penstock._torch import output_shape, pytree, saved_value
 from penstock.errors import PlanError
 
 Count = Tensor | float
@@ -142,6 +142,63 @@ def _quotient(divisor: Any, numerator: Any, terms: list[LossTerm]) -> Iterator[L
     count = divisor.double().detach().reshape(()) if isinstance(divisor, Tensor) else float(divisor)
     yield LossTerm(term.name, count, by_value=True, numerator=numerator)
 
+
+# ── losses that compare samples with each other ─────────────────────────────────────────────────────────────────────
+
+_PRODUCTS = ("Mm", "Addmm", "Bmm", "Cdist")
+_OF_DATA = ("Mm", "Addmm", "Bmm", "Convolution")  # where one input has no gradient, it is data
+
+
+def warn_if_samples_are_compared(loss: Tensor, samples: int) -> None:
+    """Warn of a loss in which each sample is compared with all others: micro-batches do not see each other's.
+
+    It is seen by a matrix product of activations, in the last stage or in ``loss_fn``, that has a row and a column for
+    each sample, or for each of two views of it.
+    """
+    nodes: dict[Any, None] = {} if loss.grad_fn is None else {loss.grad_fn: None}
+    queue = list(nodes)
+    while queue:
+        inner = [source for source, _ in queue.pop().next_functions if source is not None and source not in nodes]
+        nodes.update(dict.fromkeys(inner))
+        queue += dict.fromkeys(inner)
+    found = next((node.name() for node in nodes if _compares(node, samples)), None)
+    if found is not None:
+        warnings.warn(
+            f"the loss compares the {samples} samples of a micro-batch with each other ({found}), as a contrastive "
+            "loss does: with several micro-batches or replicas it is not the loss of the mini-batch, in which each "
+            "sample is compared with all others. Use microbatches=1, or let the model return its embeddings and "
+            "compute the loss of all of them outside: loss(pipe(x)).backward()",
+            stacklevel=2,
+        )
+
+
+def _compares(node: Any, samples: int) -> bool:
+    name, sources = node.name().partition("Backward")[0], [source for source, _ in node.next_functions]
+    if name not in _PRODUCTS or samples < 2:
+        return False
+    squares = {(*batch, n, n) for batch in ((), (1,)) for n in (samples, 2 * samples)}
+    return output_shape(node) in squares and all(map(_carries_data, sources[-2:]))
+
+
+def _carries_data(node: Any) -> bool:
+    """Whether a value is computed from samples, and not from parameters alone."""
+    seen, queue = set[Any](), [node]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name, inner = node.name().partition("Backward")[0], [source for source, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if name.startswith("Embedding") or (name in _OF_DATA and None in inner):
+            return True
+        if leaf is not None and not isinstance(leaf, nn.Parameter):
+            return True
+        queue += inner
+    return False
+
+
+# ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _REMEDY = (
     "Give Pipeline a loss_fn that returns (sum, count), say reduction='mean' to weight micro-batches by their samples, "

@@ -45,6 +45,7 @@ from penstock.engine.recompute.buffers import BufferGuard, SavedBuffers
 from penstock.engine.recompute.keep import KeptValues
 from penstock.engine.recompute.python_state import PythonStateGuard, SavedPythonState
 from penstock.engine.recompute.rng import RngStates, StageRng
+from penstock.engine.recompute.shared_state import SharedStateCheck
 from penstock.engine.weightgrad import WeightGradQueue, WeightGradRecorder, make_recorder
 from penstock.errors import PlanError
 from penstock.schedule.lower import LoweredProgram
@@ -140,6 +141,7 @@ class StageEngine:
     rng: StageRng | None = None  # when random numbers are seeded, or must be repeated
     buffer_guard: BufferGuard | None = None  # when forwards are recomputed
     python_state: PythonStateGuard | None = None  # the same
+    shared_state: SharedStateCheck | None = None  # when other stages have some of this stage's state
     norms: DeferredStatistics | None = None  # when BatchNorm statistics are those of the mini-batch
     parallel: ParallelizedStage | None = None
     _recorder: WeightGradRecorder | None = None
@@ -274,7 +276,10 @@ class StageEngine:
         slot.messages = [*messages]
 
     def _needs_no_context(self) -> bool:
-        return self.context is None and self.rng is None and self.norms is None
+        return self.context is None and self.rng is None and self.norms is None and self._shared_state_is_known()
+
+    def _shared_state_is_known(self) -> bool:
+        return self.shared_state is None or self.shared_state.is_done(self.mode)
 
     def _forward_contexts(
         self, microbatch: int, slot: Slot, leaves: Sequence[Any], recomputing: bool
@@ -302,6 +307,10 @@ class StageEngine:
             stack.enter_context(self.python_state.restored(slot.saved.python_state))
         elif self.norms is not None:
             stack.enter_context(self.norms.counting)
+        if not recomputing and not self._shared_state_is_known():
+            assert self.shared_state is not None
+            known = self.microbatches[microbatch] if self.microbatches else None
+            stack.enter_context(self.shared_state.checking(self.mode, known))
         if slot.queue is not None:
             stack.enter_context(slot.queue.recording())
         if slot.saved is not None and slot.saved.keeper.used:
@@ -347,7 +356,7 @@ class StageEngine:
             self.fast_path_no_grad_in = self.mode if simple else _NO_MODE
         elif changed:
             self.no_input_mutation_in = self.fast_path_in = _NO_MODE
-        elif not self.mutates_sometimes:
+        elif not self.mutates_sometimes and self._shared_state_is_known():
             self.no_input_mutation_in = self.mode
             if simple:
                 self.fast_path_in = self.mode

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -246,7 +247,7 @@ class ThreadExecutor(Executor):
         super().check_idle()
         report = RunReport(SimpleQueue())
         for inbox, task in zip(self.inboxes, tasks, strict=True):
-            inbox.put((task, report))
+            inbox.put((partial(copy_context().run, task), report))  # with the caller's ContextVars
         return report
 
     def wait(self, program: ThreadProgram, report: RunReport) -> None:

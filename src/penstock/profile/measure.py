@@ -29,8 +29,9 @@ from penstock.profile.costs import Crossing, LayerCosts, ModelCosts, Overhead, P
 from penstock.profile.timing import ActionTimes, LayerTimings, count_time, measure_overhead, median_times, time_layer
 from penstock.split import chain_of
 from penstock.split.measure import LayerRun, Measurement, measure, tensor_bytes
+from penstock.split.module_state import RandomStates
 from penstock.split.plan import LayerChain, Plan
-from penstock.split.sample import RandomStates, accelerators_of, sample_arguments
+from penstock.split.sample import accelerators_of, sample_arguments
 from penstock.train.progress import ProgressUI, progress_ui
 
 TURNS = 4  # times that each layer is timed, if the budget allows it

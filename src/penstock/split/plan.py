@@ -17,7 +17,7 @@ import copy
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -63,6 +63,8 @@ class LayerChain(ABC):
     """Whether the way the model is called was guessed. A pipeline in one process splits it again if that was wrong."""
     split_again: Callable[[Any], Plan]
     """Makes the plan again from a sample, where it is provisional."""
+    entered: Collection[str] = ()
+    """The modules, besides the model, that no stage calls as a whole."""
     verify = False
     """Whether a pipeline compares the stages with the whole model on the first micro-batch of a new shape."""
 

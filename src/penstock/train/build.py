@@ -23,6 +23,7 @@ from penstock.engine.recompute.batchnorm import DeferredStatistics
 from penstock.engine.recompute.buffers import BufferGuard
 from penstock.engine.recompute.python_state import PythonStateGuard
 from penstock.engine.recompute.rng import StageRng
+from penstock.engine.recompute.shared_state import SharedStateCheck
 from penstock.engine.replicas.dtensor import is_dtensor
 from penstock.engine.replicas.ties import place_tied_parameters
 from penstock.engine.stage import ParallelizedStage, StageEngine
@@ -135,10 +136,15 @@ def build(
             stage.rng = StageRng(module, device_of[s], options.seed, first, fqn)
             if source.recomputes(s):
                 sharded = stage.parallel is not None and stage.parallel.sharded is not None
-                stage.buffer_guard = BufferGuard(module, sharded=sharded)
-                stage.python_state = PythonStateGuard(module)
+                loss_fn = None if loss is None else options.loss_fn
+                stage.buffer_guard = BufferGuard(module, loss_fn, sharded=sharded)
+                stage.python_state = PythonStateGuard(module, loss_fn)
         if options.batchnorm == "deferred":
             stage.norms = DeferredStatistics(module, s)
+        alone = mesh is None and source.microbatches == 1  # stages work one after the other, on the same objects
+        if stage.parallel is None and not alone:
+            check = SharedStateCheck(s, module, _modules_of_others(plan, module))
+            stage.shared_state = check if check.states else None
         if pool is not None:
             stage.offload = activation_offload(device_of[s], pool, module)
         stage.weights = weights
@@ -160,6 +166,13 @@ def build(
         agreed = (mesh, rendezvous, config, options.limits, options.dynamic)
         executor = DistributedExecutor(placed, stages, source, copies, *agreed, **gradients)
     return placed, source, modules, fqn, executor
+
+
+def _modules_of_others(plan: Plan, module: nn.Module) -> list[nn.Module]:
+    """The modules that other stages than this one call."""
+    chain = plan.require_chain()
+    own = {*dict(module.named_modules(remove_duplicate=False)), *chain.entered, ""}
+    return [part for path, part in chain.model.named_modules(remove_duplicate=False) if path not in own]
 
 
 def _schedules(plan: Plan, options: Options, mesh: Mesh | None) -> ScheduleProvider:

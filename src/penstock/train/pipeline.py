@@ -323,6 +323,7 @@ class Pipeline(PipelineState):
 
         difference = compare_outputs(self._model, whole, staged, *first)
         if difference is not None:
+            self._verified.discard(key)
             raise PlanError(
                 f"the {self.plan.num_stages} stages do not compute what the whole model computes, on the first "
                 f"micro-batch: {difference}. Cut the model another way: at other modules (cuts=…), between its blocks "

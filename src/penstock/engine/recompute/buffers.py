@@ -40,18 +40,20 @@ class BufferGuard:
 
     ``before`` and ``after`` go around a forward that will be recomputed. In a new mode all buffers are copied and
     compared, to learn which of them the forward changes. Parameters are copied only if an operator writes to them.
-    FSDP's ``sharded`` parameters are left out: a forward has temporary copies of them.
+    FSDP's ``sharded`` parameters are left out: a forward has temporary copies of them. The last stage's forward runs
+    ``loss_fn``, too.
     """
 
-    def __init__(self, module: nn.Module, *, sharded: bool = False) -> None:
-        self.batchnorm_freeze = BatchNormFreeze(module)
-        self.parts = {
-            path: part for path, part in module.named_modules() if part._buffers and not has_torch_forward(part)
-        }
+    def __init__(self, module: nn.Module, loss_fn: Any = None, *, sharded: bool = False) -> None:
+        every: dict[str, Any] = dict(module.named_modules())
+        if isinstance(loss_fn, nn.Module):
+            every |= dict(loss_fn.named_modules(prefix="loss_fn"))
+        self.batchnorm_freeze = BatchNormFreeze(module if loss_fn is None else nn.ModuleList(every.values()))
+        self.parts = {path: part for path, part in every.items() if part._buffers and not has_torch_forward(part)}
         self.entries: list[_BufferEntry] = []
         # Parameters, and tensors that are attributes, that no forward has changed. The others are among the entries.
         self.parameters: list[_BufferEntry] = []
-        for path, part in module.named_modules():
+        for path, part in every.items():
             prefix = f"{path}." if path else ""
             if path in self.parts:
                 self.entries += [_BufferEntry(part._buffers, name, prefix + name) for name in part._buffers]

@@ -11,7 +11,7 @@ forwards save this alone.
 
 from __future__ import annotations
 
-import pickle
+import functools
 import random
 import sys
 from collections import deque
@@ -20,10 +20,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from penstock.engine.recompute.rng import generators_lock
+from penstock.split.module_state import GeneratorState, State, cell_contents, is_generator, is_same
 
 MAX_DEPTH = 3  # of objects and containers within the attribute of a module
 
@@ -32,19 +32,21 @@ _LIBRARIES = ("torch", "penstock", "builtins", "abc", "typing")
 _PLAIN = (bool, int, float, complex, str, bytes)
 _WITHOUT_STATE = (*_PLAIN, type(None), type, nn.Module, Tensor, FunctionType, MethodType, ModuleType)
 
-SavedPythonState = list[tuple["_State", Any]]
+SavedPythonState = list[tuple["State", Any]]
 """State that a forward changed, with its value before the forward."""
 
 
 class PythonStateGuard:
-    """The Python state of one stage's modules; those of torch have none.
+    """The Python state of one stage's modules and of the loss function; the modules of torch have none.
 
     ``saving`` is entered around a forward that will be recomputed, ``restored`` around the recompute.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.modules = [part for part in module.modules() if not is_library(type(part))]
-        self.changing: list[_State] = []
+    def __init__(self, module: nn.Module, loss_fn: Any = None) -> None:
+        every = [*module.modules(), *(loss_fn.modules() if isinstance(loss_fn, nn.Module) else ())]
+        self.modules = [part for part in every if not is_library(type(part))]
+        self.loss_fn = loss_fn
+        self.changing: list[State] = []
         self._mode: object = None
         self._known: list[object] = []
 
@@ -58,7 +60,7 @@ class PythonStateGuard:
         learning = not any(known is mode for known in self._known)
         with generators_lock if learning or _draws(self.changing) else nullcontext():
             saved += [(state, state.copy(state.read())) for state in self.changing]
-            every = _find_state(self.modules) if learning else []
+            every = find_state(self.modules, self.loss_fn) if learning else []
             before = [state.read() for state in every]
             yield
             for state, value in zip(every, before, strict=True):
@@ -88,8 +90,8 @@ def _restored(saved: SavedPythonState) -> Iterator[None]:
                 state.write(value)
 
 
-def _draws(states: list[_State]) -> bool:
-    return any(isinstance(state, _Generator) for state in states)
+def _draws(states: list[State]) -> bool:
+    return any(isinstance(state, GeneratorState) for state in states)
 
 
 def is_library(kind: type) -> bool:
@@ -97,86 +99,64 @@ def is_library(kind: type) -> bool:
     return all(base.__module__.partition(".")[0] in _LIBRARIES for base in kind.__mro__)
 
 
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, random.SystemRandom):  # it has no state
-        return False
-    return isinstance(value, (random.Random, torch.Generator)) or type(value).__module__.startswith("numpy.random")
-
-
-def _find_state(modules: list[nn.Module]) -> list[_State]:
+def find_state(modules: list[nn.Module], function: Any = None) -> list[State]:
     numpy: Any = sys.modules.get("numpy.random")
-    found: dict[Any, _State] = {}
+    found: dict[Any, State] = {}
     for generator in (random, numpy):
         if generator is not None:
-            found[id(generator)] = _Generator(generator)
+            found[id(generator)] = GeneratorState(generator)
     for module in modules:
-        state = _Attributes(vars(module))
+        state = Attributes(vars(module))
         found[state.key] = state
         for value in state.read().values():
-            _find_in(value, found, MAX_DEPTH)
+            find_in(value, found, MAX_DEPTH)
+    _find_in_function(function, found, MAX_DEPTH)
     return list(found.values())
 
 
-def _find_in(value: Any, found: dict[Any, _State], depth: int) -> None:
+def find_in(value: Any, found: dict[Any, State], depth: int) -> None:
     if isinstance(value, _WITHOUT_STATE) or depth == 0 or id(value) in found:
         return
-    state: _State | None = None
-    if _is_generator(value):
-        state = _Generator(value)
+    state: State | None = None
+    if is_generator(value):
+        state = GeneratorState(value)
     elif isinstance(value, (list, dict, set, deque)):
         state = _Container(value)
         for item in list(value.values() if isinstance(value, dict) else value):
-            _find_in(item, found, depth - 1)
+            find_in(item, found, depth - 1)
     elif isinstance(value, tuple):
         for item in value:
-            _find_in(item, found, depth - 1)
+            find_in(item, found, depth - 1)
     elif hasattr(value, "__dict__") and not callable(value) and not is_library(type(value)):
-        state = _Attributes(vars(value))
+        state = Attributes(vars(value))
         for item in list(vars(value).values()):
-            _find_in(item, found, depth - 1)
+            find_in(item, found, depth - 1)
     if state is not None:
         found[id(value)] = state
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other))
+def _find_in_function(function: Any, found: dict[Any, State], depth: int) -> None:
+    """The state of a loss function: of a closure, a partial, a method's object, or an object that can be called."""
+    if depth == 0 or (getattr(function, "__module__", None) or "").partition(".")[0] in _LIBRARIES:
+        return
+    if isinstance(function, FunctionType):
+        for cell in function.__closure__ or ():
+            found[id(cell)] = _Cell(cell)
+            _find_in_function(cell_contents(cell), found, depth - 1)
+    elif isinstance(function, MethodType):
+        _find_in_function(function.__self__, found, depth - 1)
+    elif isinstance(function, functools.partial):
+        _find_in_function(function.func, found, depth - 1)
+    elif callable(function) and hasattr(function, "__dict__") and not isinstance(function, (type, nn.Module)):
+        state = Attributes(vars(function))
+        found[state.key] = state
+        for value in list(vars(function).values()):
+            _find_in_function(value, found, depth - 1)
+    else:
+        find_in(function, found, depth)
 
 
-def _without_graph(value: Any) -> Any:
-    """A copy of plain containers and of tensors. A tensor of an autograd graph is detached, to free the graph."""
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        return value.detach().clone() if value.grad_fn is None else value.detach()
-    if type(value) in (list, tuple):
-        return type(value)(map(_without_graph, value))
-    return {key: _without_graph(item) for key, item in value.items()} if type(value) is dict else value
-
-
-class _State:
-    """Something that ``read`` copies and ``write`` sets."""
-
-    def __init__(self, holder: Any) -> None:
-        self.holder = holder
-        self.key: Any = id(holder)
-
-    def read(self) -> Any:
-        raise NotImplementedError
-
-    def write(self, value: Any) -> None:
-        raise NotImplementedError
-
-    def copy(self, value: Any) -> Any:
-        return _without_graph(value)
-
-    def changed_since(self, value: Any) -> _State | None:
-        """The part of the state that differs from an earlier value; None if nothing does."""
-        raise NotImplementedError
-
-    def part_of(self, value: Any) -> Any:
-        """Of an earlier value of the whole, the one of this part."""
-        return value
-
-
-class _Attributes(_State):
+class Attributes(State):
     """The attributes of a module or another object: all of them, or one."""
 
     def __init__(self, holder: dict[str, Any], names: tuple[str, ...] = ()) -> None:
@@ -195,16 +175,16 @@ class _Attributes(_State):
             else:
                 self.holder.pop(name, None)
 
-    def changed_since(self, value: dict[str, Any]) -> _State | None:
+    def changed_since(self, value: dict[str, Any]) -> State | None:
         now, missing = self.read(), object()
-        names = [name for name in {**value, **now} if not _same(value.get(name, missing), now.get(name, missing))]
-        return _Attributes(self.holder, tuple(names)) if names else None
+        names = [name for name in {**value, **now} if not is_same(value.get(name, missing), now.get(name, missing))]
+        return Attributes(self.holder, tuple(names)) if names else None
 
     def part_of(self, value: dict[str, Any]) -> dict[str, Any]:
         return {name: value[name] for name in self.names if name in value}
 
 
-class _Container(_State):
+class _Container(State):
     """The contents of a list, dict, set or deque."""
 
     def read(self) -> list[Any]:
@@ -214,35 +194,21 @@ class _Container(_State):
         self.holder.clear()
         (self.holder.extend if isinstance(self.holder, (list, deque)) else self.holder.update)(value)
 
-    def changed_since(self, value: list[Any]) -> _State | None:
+    def changed_since(self, value: list[Any]) -> State | None:
         now = self.read()
         if isinstance(self.holder, dict):
             now, value = [x for pair in now for x in pair], [x for pair in value for x in pair]
-        return None if len(now) == len(value) and all(map(_same, now, value)) else self
+        return None if len(now) == len(value) and all(map(is_same, now, value)) else self
 
 
-class _Generator(_State):
-    """The state of a random generator: of Python, of NumPy, or a torch.Generator."""
-
-    def __init__(self, holder: Any) -> None:
-        super().__init__(holder)
-        self.bits: Any = None if isinstance(holder, ModuleType) else getattr(holder, "bit_generator", None)
+class _Cell(State):
+    """A variable of the function that a closure was made in."""
 
     def read(self) -> Any:
-        if self.bits is not None:
-            return self.bits.state
-        return self.holder.getstate() if hasattr(self.holder, "getstate") else self.holder.get_state()
+        return cell_contents(self.holder)
 
     def write(self, value: Any) -> None:
-        if self.bits is not None:
-            self.bits.state = value
-        else:
-            (self.holder.setstate if hasattr(self.holder, "setstate") else self.holder.set_state)(value)
+        self.holder.cell_contents = value
 
-    def copy(self, value: Any) -> Any:
-        return value
-
-    def changed_since(self, value: Any) -> _State | None:
-        now = self.read()
-        same = torch.equal(now, value) if isinstance(now, Tensor) else pickle.dumps(now) == pickle.dumps(value)
-        return None if same else self
+    def changed_since(self, value: Any) -> State | None:
+        return None if is_same(self.read(), value) else self

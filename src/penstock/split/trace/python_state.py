@@ -5,24 +5,31 @@
     TEMPERATURE            a global variable that the user's own code names, also in functions and methods that it calls
     settings.SCALE         an attribute of a module of the user's own
     factor                 a variable of the function in which a class or a function was made
+    SCALE.get()            a ContextVar that one of these is
+    os.environ["SCALE"]    an environment variable
+    vars(self)["scale"]    all attributes of a module, where a forward reads its dictionary
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.split.sample import PLAIN, cell_contents, containers_in, contents, is_generator, is_same
+from penstock.split.module_state import PLAIN, cell_contents, containers_in, contents, is_generator, same_values
 from penstock.split.trace.state import is_users_code
 
+_NOT_WATCHED = frozenset((*vars(nn.Module()), *dir(nn.Module)))  # parameters, modules, hooks, the mode, methods
 
-def same_values(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(values) == len(others) and all(map(is_same, values, others))
+
+def is_watched(name: str) -> bool:
+    """Whether an attribute of a module is one that its user has set."""
+    return name not in _NOT_WATCHED and name[:2] != "__"
 
 
 def forward_function(module: nn.Module) -> Any:
@@ -32,16 +39,45 @@ def forward_function(module: nn.Module) -> Any:
 
 
 Variable = tuple[Any, str, Callable[[], Any]]  # a key, a name, and the function that reads it
+Scopes = dict[tuple[CodeType, int], dict[str, Any]]  # the global variables of functions, by these and their owners
 
 
-def variables_of(function: Any, owner: Any = None, seen: set[CodeType] | None = None) -> Iterator[Variable]:
+def attribute_of(module: nn.Module, name: str) -> Variable:
+    """An attribute of a module, or whether there is one."""
+    own, kind = object.__getattribute__(module, "__dict__"), type(module)
+
+    def read() -> Any:
+        return own[name] if name in own else getattr(kind, name, None)
+
+    def read_member() -> Any:  # it may become a parameter or buffer
+        return getattr(module, name, None)
+
+    return (id(own), name), name, read if name in own or hasattr(kind, name) else read_member
+
+
+def dictionary_of(module: nn.Module) -> Iterator[Variable]:
+    """All attributes of a module, and their names."""
+    own = object.__getattribute__(module, "__dict__")
+    yield (id(own), "__dict__"), "__dict__", lambda: " ".join(filter(is_watched, own))
+    yield from (attribute_of(module, name) for name in own if is_watched(name))
+
+
+def environment_variable(name: str) -> Variable:
+    return ("environ", name), name, lambda: os.environ.get(name)
+
+
+def whole_environment() -> Variable:
+    return ("environ", None), "environ", lambda: dict(os.environ)
+
+
+def variables_of(function: Any, owner: Any = None, seen: Scopes | None = None) -> Iterator[Variable]:
     """The variables outside of a function of the user's that it names, or that functions and methods it names do.
 
-    ``owner`` is the object whose methods it may call.
+    ``owner`` is the object whose methods it may call. ``seen`` gets the functions.
     """
-    seen = set() if seen is None else seen
+    seen = {} if seen is None else seen
     code: Any = getattr(function, "__code__", None)
-    if not isinstance(function, FunctionType) or code in seen or not is_users_code(code.co_filename):
+    if not isinstance(function, FunctionType) or (code, id(owner)) in seen or not is_users_code(code.co_filename):
         return
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
         yield id(cell), name, lambda cell=cell: cell_contents(cell)  # type: ignore[misc]
@@ -49,10 +85,12 @@ def variables_of(function: Any, owner: Any = None, seen: set[CodeType] | None = 
     yield from _variables_of_code(code, function.__globals__, owner, seen)
 
 
-def _variables_of_code(code: CodeType, scope: dict[str, Any], owner: Any, seen: set[CodeType]) -> Iterator[Variable]:
-    if code in seen:
+def _variables_of_code(code: CodeType, scope: dict[str, Any], owner: Any, seen: Scopes) -> Iterator[Variable]:
+    if (code, id(owner)) in seen:
         return
-    seen.add(code)
+    seen[code, id(owner)] = scope
+    if owner is not None and "__getattribute__" in code.co_names:  # object.__getattribute__(self, name)
+        yield from dictionary_of(owner)
     for name in code.co_names:
         value = scope.get(name)
         if isinstance(value, ModuleType):
@@ -81,6 +119,19 @@ def _may_change(value: Any) -> bool:
     return value is not None and (isinstance(value, PLAIN) or contents(value) is not None or is_generator(value))
 
 
+def scopes_with_type(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+    """The global variables of the functions that forwards run and that may ask for the type of a value."""
+    found: dict[int, dict[str, Any]] = {}
+    for module in modules:
+        function, seen = forward_function(module), Scopes()
+        for _ in variables_of(function, module, seen):
+            pass
+        if isinstance(function, FunctionType):
+            seen[function.__code__, id(module)] = function.__globals__
+        found |= {id(scope): scope for (code, _), scope in seen.items() if "type" in code.co_names}
+    return [scope for scope in found.values() if "type" not in scope]
+
+
 def outer_values(modules: Iterable[nn.Module]) -> dict[Any, tuple[str, list[Any]]]:
     """The variables outside of the forwards of modules: their names, values, and the values of containers in them."""
     found: dict[Any, tuple[str, list[Any]]] = {}
@@ -96,7 +147,7 @@ class PythonState:
 
     def __init__(self) -> None:
         self._reads: dict[Any, tuple[str, Callable[[], Any]]] = {}
-        self._codes: set[CodeType] = set()
+        self._codes: Scopes = {}
         self._containers: list[Any] = []
         self._values: list[Any] | None = None  # at the time of the digest
         self._numbers: dict[int, int] = {}  # of values that have no text, by identity
@@ -107,18 +158,6 @@ class PythonState:
         if key not in self._reads:
             self._reads[key] = name, read
             self._values = None
-
-    def add_attribute(self, module: nn.Module, name: str) -> None:
-        """An attribute of a module was read, or it was asked whether there is one."""
-        own, kind = object.__getattribute__(module, "__dict__"), type(module)
-
-        def read() -> Any:
-            return own[name] if name in own else getattr(kind, name, None)
-
-        def read_member() -> Any:  # it may become a parameter or buffer
-            return getattr(module, name, None)
-
-        self.add((id(own), name), name, read if name in own or hasattr(kind, name) else read_member)
 
     def add_flags(self, parameters: Iterable[Tensor]) -> None:
         """It was read whether parameters are trained."""
@@ -135,7 +174,7 @@ class PythonState:
     def add_running(self, frame: FrameType | None, last: CodeType) -> None:
         """Add the global variables of the functions that are running, from ``frame`` out to that of ``last``."""
         while frame is not None and frame.f_code is not last:
-            if frame.f_code not in self._codes and is_users_code(frame.f_code.co_filename):
+            if (frame.f_code, id(None)) not in self._codes and is_users_code(frame.f_code.co_filename):
                 for variable in _variables_of_code(frame.f_code, frame.f_globals, None, self._codes):
                     self.add(*variable)
             frame = frame.f_back

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import os
 import re
 import sys
 import threading
@@ -42,10 +43,20 @@ from penstock._torch import (
 from penstock.errors import PlanError
 from penstock.split.lazy import Lazy
 from penstock.split.marks import Block, CutPoint, begin_block_of, forward_block_of
-from penstock.split.sample import ModuleState, RandomStates, contents, own_generators
+from penstock.split.module_state import ModuleState, RandomStates, contents, own_generators, same_values
 from penstock.split.trace.call import call_text, forward_arguments, rebuild
 from penstock.split.trace.errors import CannotTrace, cannot_trace, is_data_dependent
-from penstock.split.trace.python_state import PythonState, forward_function, outer_values, same_values
+from penstock.split.trace.python_state import (
+    PythonState,
+    attribute_of,
+    dictionary_of,
+    environment_variable,
+    forward_function,
+    is_watched,
+    outer_values,
+    scopes_with_type,
+    whole_environment,
+)
 from penstock.split.trace.recording import (
     Attribute,
     Recording,
@@ -63,14 +74,13 @@ from penstock.split.trace.recording import (
     needed_for_answers,
     template_of,
 )
-from penstock.split.trace.state import is_users_code, recording_in_thread, user_line
-from penstock.split.trace.values import PLAIN_TYPES, Enter, KeepWhole, Value, Values
+from penstock.split.trace.state import LIBRARY, is_users_code, recording_in_thread, user_line
+from penstock.split.trace.values import PLAIN_TYPES, Enter, KeepWhole, PlainType, Value, Values
 
 _LOCK = threading.RLock()  # a recording patches nn.Module for all threads: one at a time
 _NO_WRAP = get_default_nowrap_functions()
 _RANDOM = re.compile(r"rand|normal|dropout|bernoulli|multinomial|uniform|exponential|geometric|poisson|cauchy")
 _NUMBER = re.compile(r"idx|index|_id$|^id$|number")  # attributes in which modules that are alike differ
-_NOT_WATCHED = frozenset((*vars(nn.Module()), *dir(nn.Module)))  # parameters, modules, hooks, the mode, methods
 _MISSING: Any = object()
 _EFFECTS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook)
 
@@ -189,6 +199,9 @@ class Recorder(Values):
             stack.callback(outer.restore)
             self.generators = [*before.random.own, *outer.own]
             stack.enter_context(recording_in_thread(self))
+            for scope in scopes_with_type(self.modules.values()):
+                scope["type"] = PlainType
+                stack.callback(scope.pop, "type")
             stack.enter_context(_patched(self))
             if user_hooks(model) or has_global_module_hooks():
                 raise hooked_module("", model)
@@ -323,13 +336,21 @@ class Recorder(Values):
     def attribute_read(self, module: nn.Module, name: str) -> None:
         """Code outside of whole modules reads an attribute of a module, or asks whether there is one."""
         key = (id(module), name)
-        if name in _NOT_WATCHED or name[:2] == "__" or key[0] not in self.watched or key in self.first_read:
+        if (
+            name == "__dict__"
+            and key[0] in self.watched
+            and not sys._getframe(2).f_code.co_filename.startswith(LIBRARY)
+        ):
+            for variable in dictionary_of(module):
+                self.first_read.add((key[0], variable[1]))
+                self.read.add(*variable)
+        if not is_watched(name) or key[0] not in self.watched or key in self.first_read:
             return
         attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
         members = (attributes[kind] for kind in ("_modules", "_parameters", "_buffers"))
         if key not in self.written and all(kind.get(name) is None for kind in members):
             self.first_read.add(key)
-            self.read.add_attribute(module, name)
+            self.read.add(*attribute_of(module, name))
 
     def attribute_set(self, module: nn.Module, name: str, value: Any) -> None:
         """Code outside of whole modules sets an attribute of a module. One that stays whole would not see it."""
@@ -657,6 +678,12 @@ class Recorder(Values):
             for inner, part in self.modules[path].named_modules(prefix=path):
                 names = [n for n in before.changed(part, True) if not _harmless(part, n)]
                 names = [name for name in names if _is_counted(vars(part).get(name))]
+                if read := [name for name in names if (id(part), name) in self.first_read]:
+                    raise CannotTrace(
+                        f"{type(self.model).__name__}.forward reads {inner}.{read[0]}, which {inner} changes when it "
+                        "runs, and a recording would keep its value: return it from the forward of that module",
+                        definite=True,
+                    )
                 self.result.counts.setdefault(path, []).extend(f"{inner}.{name}" for name in names)
         for path in sorted(self.result.entered):
             module = self.modules[path]
@@ -796,12 +823,24 @@ def _patched(recorder: Recorder) -> Iterator[None]:
             recorder.attribute_set(module, name, value)
         original_set(module, name, value)
 
+    def get_variable(environment: Any, name: Any) -> Any:
+        if threading.get_ident() == thread and not recorder.busy and environment is os.environ and type(name) is str:
+            recorder.read.add(*environment_variable(name))
+        return original_get(environment, name)
+
+    def get_variables(environment: Any) -> Any:
+        if threading.get_ident() == thread and not recorder.busy and environment is os.environ:
+            recorder.read.add(*whole_environment())
+        return original_iter(environment)
+
     def refuse_hooks(hooks: Any) -> None:
         if threading.get_ident() == thread and not recorder.busy:
             text = "hooks of saved tensors are not recorded: use them in a module without cuts of its own"
             raise recorder._refuse(CannotTrace(f"{user_line()}: {text}", definite=True))
         enter_hooks(hooks)
 
+    environment: Any = type(os.environ)
+    original_get, original_iter = environment.__getitem__, environment.__iter__
     saved_hooks: Any = torch.autograd.graph.saved_tensors_hooks
     enter_hooks = saved_hooks.__enter__
     original_set: Any = nn.Module.__setattr__
@@ -819,6 +858,7 @@ def _patched(recorder: Recorder) -> Iterator[None]:
     saved_hooks.__enter__ = refuse_hooks
     nn.Module.__getattribute__ = get_attribute  # type: ignore[method-assign,assignment]
     function.apply = classmethod(applied)
+    environment.__getitem__, environment.__iter__ = get_variable, get_variables
     validates = Distribution._validate_args
     try:
         Distribution.set_default_validate_args(False)  # it looks at the data, and has no other effect
@@ -837,3 +877,4 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         nn.Module.__call__, Lazy.__call__ = _original_call, lazy_call  # type: ignore[method-assign]
         torch.random.set_rng_state = torch.set_rng_state = set_state
         function.apply = apply
+        environment.__getitem__, environment.__iter__ = original_get, original_iter

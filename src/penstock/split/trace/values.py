@@ -37,6 +37,7 @@ class Value(Tensor):
     number: int
     known: bool  # it depends on the inputs alone
     source: Recording
+    __class__ = property(lambda self: Tensor)  # as that of the plain model's tensors
 
     @staticmethod
     def __new__(cls: Any, fake: Tensor, number: int, known: bool, source: Recording) -> Value:
@@ -78,6 +79,22 @@ class Value(Tensor):
             args, kwargs = map_tree((args, kwargs or {}), lambda leaf: leaf.computed() if type(leaf) is Value else leaf)
             return func(*args, **kwargs)
         return active.function(func, args, kwargs or {})
+
+
+class _PlainTypeMeta(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        found = type(*args, **kwargs)
+        return Tensor if found is Value or (len(args) == 1 and is_fake_tensor(args[0])) else found
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+    def __subclasscheck__(cls, subclass: Any) -> bool:
+        return issubclass(subclass, type)
+
+
+class PlainType(type, metaclass=_PlainTypeMeta):
+    """Stands for ``type`` in code that is recorded: ``type(x) is Tensor`` is true of the values of a recording."""
 
 
 class KeepWhole(BaseException):
