@@ -453,8 +453,8 @@ def _store_errors(store: Any) -> Iterator[None]:
 
 
 MEASURED_PLAN = (
-    ". With sample=, each rank measures layers by itself, and may cut elsewhere: say balance='parameters', the counts "
-    "balance=[…], or load a plan that one rank has saved, ps.Plan.load(path, model)"
+    ". With sample=, each rank measures layers by itself, and may cut elsewhere: pass balance='parameters' or the "
+    "counts balance=[…], or load a plan that one rank has saved, ps.Plan.load(path, model)"
 )
 
 
