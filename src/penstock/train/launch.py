@@ -222,7 +222,7 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     world = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     rank, node = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NODEID", otherwise=0)
     if not rank < world:
-        raise PlanError(f"SLURM_PROCID is {rank}, but the number of SLURM's tasks is {world}")
+        raise PlanError(f"SLURM_PROCID is {rank}, but SLURM has {world} tasks")
     nodelist = _first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     here = _first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if here:

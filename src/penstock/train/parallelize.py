@@ -1,9 +1,9 @@
 """``Pipeline(…, parallelize=…)``: apply the user's function for DDP, FSDP2 or tensor parallelism to each stage.
 
-    equalise over data and tensor ─▶ function(stage, mesh) ─▶ unwrap DDP, drive FSDP, check names and ties
+    broadcast over data and tensor ─▶ function(stage, mesh) ─▶ unwrap DDP, configure FSDP, check names and ties
 
-The function communicates with other processes. Before it is called, all processes have joined and agree on the
-pipeline's configuration, and replicas have the weights of the first one.
+The function communicates with other processes. Before it is called, all processes have joined and compared the
+configuration of the pipeline, and replicas have the weights of the first replica.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def parallelize_stages(
     ``own`` maps names to the model's. All processes of the mesh call this together.
     """
     assert options.parallelize is not None
-    _ = mesh.device_mesh  # creating it is collective, so do it even if the function does not use it
+    _ = mesh.device_mesh  # create it in any case: the creation is collective, and the function may not use it
     for dimension in ("data", "tensor"):
         if mesh.sizes[dimension] > 1:
             tensors = (t for module in modules.values() for t in (*module.parameters(), *module.buffers()))
@@ -57,7 +57,7 @@ def parallelize_stages(
             raise
         result = module if result is None else result
         if not isinstance(result, nn.Module):
-            raise PlanError(f"parallelize gave a {type(result).__name__} for stage {stage}: return a module, or None")
+            raise PlanError(f"parallelize returned a {type(result).__name__} for stage {stage}, not a module or None")
         result, wrapped = unwrap_ddp(result, stage, mesh.ranks("data"))
         sharded = fsdp_stage(result, stage, mesh.ranks("data"))
         for name, parameter in result.named_parameters():
@@ -105,7 +105,7 @@ def _check_parameters(before: Mapping[tuple[int, str], int], after: Mapping[tupl
             raise PlanError(
                 f"parallelize changed the parameters of stage {stage}: it has {', '.join(new) or 'nothing'} in the "
                 f"place of {', '.join(gone) or 'nothing'}. Names in checkpoints stay those of the model: change the "
-                "stage in place, or wrap it in what keeps names (DistributedDataParallel, fully_shard, "
+                "stage in place, or use a wrapper that keeps names (DistributedDataParallel, fully_shard, "
                 "checkpoint_wrapper, torch.compile)"
             )
     places_of: dict[int, list[tuple[int, str]]] = {}
@@ -114,11 +114,11 @@ def _check_parameters(before: Mapping[tuple[int, str], int], after: Mapping[tupl
     for places in places_of.values():
         if len({after[place] for place in places}) > 1:
             names = " and ".join(f"{name} of stage {stage}" for stage, name in places)
-            raise PlanError(f"{names} were one parameter, and parallelize has made several of it: leave it unchanged")
+            raise PlanError(f"{names} were one parameter, but parallelize has replaced it by several: keep it tied")
 
 
 def _apply_mixed_precision(sharded: FsdpStage, fake: FakeStage) -> None:
-    """Give the fake stage the dtypes of FSDP's mixed precision: of parameters, inputs and outputs."""
+    """Apply FSDP's mixed precision to the fake stage: dtypes of parameters, inputs and outputs."""
     twins = {id(part): twin for part, twin in fake.pairs}
     for group in sharded.groups:
         dtype = group.mp_policy.param_dtype
