@@ -21,7 +21,7 @@ _MOMENT_TYPES = " first_order_momentum_accum_type second_order_momentum_accum_ty
 
 
 class Optimizer:
-    """The base of PopTorch's optimizers: ``_added`` are the settings of PopTorch. Those that are None are not set."""
+    """The base of PopTorch's optimizers. ``_added`` are PopTorch's settings. A setting of None has no effect."""
 
     _added = ""
     _extras: list[str]
@@ -57,7 +57,7 @@ class Optimizer:
 
 
 class VariableAttributes(set[str]):
-    """``optimizer.variable_attrs``: the marks are kept. All settings may be changed by ``setOptimizer``."""
+    """``optimizer.variable_attrs``: stores the marks. ``setOptimizer`` may change all settings."""
 
     isConstant, markAsConstant, markAsVariable = set.__contains__, set.add, set.discard
 

@@ -172,10 +172,10 @@ class Popart(Group):
 
 
 class Options(Group):
-    """The options of a model or a loader. Options that are in use cannot be changed: ``clone()`` them.
+    """The options of a model or a loader. Options in use cannot be changed: ``clone()`` them.
 
     - ``deviceIterations(n)``: the number of updates (in inference: micro-batches) per call;
-    - ``replicationFactor(n)``: replicas. They take turns on the devices; results are those of replicas;
+    - ``replicationFactor(n)``: replicas, which run one after the other on the devices, with the results of replicas;
     - ``outputMode(mode, output_return_period)``: the outputs that a call returns;
     - ``setExecutionStrategy(strategy)``: ``PipelinedExecution`` (by default with stages by the blocks' IPUs) or
       ``ShardedExecution``;
