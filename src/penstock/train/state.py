@@ -234,20 +234,16 @@ def grad_norm(
     host round differently. ``reduce_plain`` is applied first to the norm of parameters that are not DTensors: it
     reduces over processes that hold parts of plain tensors.
     """
-    all_parameters = list(parameters)
-    parameters = [p for p in all_parameters if p.grad is not None]
-    norm_type = float(norm_type)
-    first = next(iter(parameters), None)
-    total_device = torch.device("cpu") if first is None or first.grad is None else device_of(first) or first.grad.device
+    parameters, norm_type = list(parameters), float(norm_type)
+    devices = (device_of(p) or p.grad.device for p in parameters if p.grad is not None)
+    total_device = next(devices, torch.device("cpu"))
     largest = math.isinf(norm_type)
-    counted = [p for p in all_parameters if counted_here(p)]
+    counted = [p for p in parameters if counted_here(p)]
     plain = _partial([p for p in counted if not is_dtensor(p)], norm_type, total_device, device_of)
     plain = reduce_plain(plain, largest)
     both = torch.stack([plain, *_over_shards([p for p in counted if is_dtensor(p)], norm_type, total_device)])
     total = reduce(both.max() if largest else both.sum(), largest)
-    if not largest:
-        total = total.pow(1 / norm_type)
-    return total
+    return total if largest else total.pow(1 / norm_type)
 
 
 def clip_grad_norm(
