@@ -69,6 +69,7 @@ INTERRUPT_AFTER = 1.0  # seconds until a main thread that computes is interrupte
 ABORT_FOREIGN_AFTER = (3.0, 30.0)  # seconds until foreign groups are aborted: in a collective, and anywhere else
 EXIT_AFTER = 5.0  # seconds from a timeout to the exit of a process that hangs
 STORE_LINGER = 1.0  # seconds for the others to read a cause, if the store ends with this process
+ARRIVAL_TIMEOUT = 300.0  # seconds for all ranks to begin to build the pipeline
 
 logger = logging.getLogger("penstock")
 
@@ -353,21 +354,20 @@ _num_pipelines: Counter[tuple[int, ...]] = Counter()  # pipelines that this proc
 class Rendezvous:
     """One pipeline's keys in the store, and the watch of this rank."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, timeout: float = 300.0) -> None:
-        """``ranks`` are world ranks, ``rank`` is that of this process, and ``timeout`` is in seconds."""
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        """``ranks`` are world ranks, and ``rank`` is the world rank of this process."""
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(rank)
         _num_pipelines[self.ranks] += 1
         name = f"penstock/{digest(str(self.ranks))}/{_num_pipelines[self.ranks]}"
         self._main_store = store = default_store()
         self.store = PrefixStore(name, store)
-        self.timeout = timeout
         self.complete = False  # whether all ranks have arrived
-        sockets.limit_store_silence(store, timeout)
+        sockets.limit_store_silence(store, ARRIVAL_TIMEOUT)
         with _store_errors(store):
             self.store.check(["begun"])  # fails at once if the store is gone; a new connection would wait
             self.watch = Watch(store, name, self.ranks, rank)
-        sockets.limit_store_silence(store, timeout)  # of the new connections
+        sockets.limit_store_silence(store, ARRIVAL_TIMEOUT)  # of the new connections
         self._num_gathers = 0
 
     def cancel(self, error: BaseException) -> None:
@@ -422,10 +422,10 @@ class Rendezvous:
                 cause = self.watch.cause or self.watch.failures.read()
                 if cause is not None and not self.store.check(keys):
                     raise cause.error()
-                if limited and time.monotonic() - start > self.timeout:
+                if limited and time.monotonic() - start > ARRIVAL_TIMEOUT:
                     missing = [self.ranks[r] for r, key in enumerate(keys) if not self.store.check([key])]
                     raise PipelineError(
-                        f"after {self.timeout:.0f} s, ranks {missing} have not begun to build this pipeline: every "
+                        f"after {ARRIVAL_TIMEOUT:.0f} s, ranks {missing} have not begun to build this pipeline: every "
                         "rank must build the same pipelines in the same order"
                     )
                 time.sleep(pause)
