@@ -127,10 +127,6 @@ class Runner(ProgramPosition):
 # ── the calls ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def offload_next_forward(slot: Slot) -> None:
-    slot.offload_next = True
-
-
 def forward_first(engine: StageEngine, k: int, slot: Slot, io: PipelineIO) -> None:
     engine.forward(k, io.inputs[k], slot)
 
@@ -191,8 +187,8 @@ def compile_program(instructions: Iterable[Instruction], bindings: Bindings) -> 
     calls: list[BoundCall] = []
     instructions = list(instructions)
     stages = bindings.stages
-    prefetches = prefetch_points(instructions) if any(stage.offload for stage in stages.values()) else {}
     offloads = {s: stage.offload for s, stage in stages.items() if stage.offload is not None}
+    prefetches = prefetch_points(instructions) if offloads else {}
     offloaded = {pair for pairs in prefetches.values() for pair in pairs if pair[0] in offloads}
     weights = next((stage.weights for stage in stages.values() if stage.weights is not None), None)
     transfers = {} if weights is None else weights.transfer_calls(instructions, stages)
@@ -204,7 +200,7 @@ def compile_program(instructions: Iterable[Instruction], bindings: Bindings) -> 
             if pair in offloaded:
                 calls.append((partial(offloads[pair[0]].prefetch, pair[1]), instruction, _OTHER))
         if kind == "F" and (stage, k) in offloaded:
-            calls.append((partial(offload_next_forward, bindings.slots[stage, k]), instruction, _OTHER))
+            calls.append((partial(setattr, bindings.slots[stage, k], "offload_next", True), instruction, _OTHER))
         if kind in COMPUTE:
             calls += _bind_action(instruction, bindings)
         elif kind == "REDUCE":

@@ -39,7 +39,6 @@ class ReplicaGroup:
         """``ranks`` are world ranks; ``cpu_group`` is for numbers and host tensors, ``group`` for the device's."""
         self.count = len(ranks)
         self.control = ControlChannel(cpu_group, ranks, status, wait_timer)
-        self.status = status
         self.others = [r for r in ranks if r != rank]
         self.cpu_group = cpu_group
         self.group = group
@@ -65,7 +64,7 @@ class ReplicaGroup:
     def wait(self, work: Any) -> Any:
         """Wait for a collective and return its result. On a GPU the current stream waits."""
         start = perf_counter()
-        with channel_errors(), self.status.waiting(self.others):
+        with channel_errors(), self.control.status.waiting(self.others):
             result = work.wait()
         self.control.wait_timer.seconds += perf_counter() - start
         return result
