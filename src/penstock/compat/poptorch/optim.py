@@ -63,19 +63,15 @@ class VariableAttributes(set[str]):
 
 
 class SGD(Optimizer, torch.optim.SGD):
-    """``torch.optim.SGD`` with PopTorch's settings."""
-
     _added = "velocity_scaling use_combined_accum velocity_accum_type"
 
 
 class Adam(Optimizer, torch.optim.Adam):
-    """``torch.optim.Adam`` with PopTorch's settings."""
-
     _added = _MOMENT_TYPES
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
-    """``torch.optim.AdamW`` with PopTorch's settings. With ``bias_correction=False`` the moments are not corrected."""
+    """With ``bias_correction=False`` the moments are not corrected."""
 
     _added = "bias_correction" + _MOMENT_TYPES
 
@@ -94,8 +90,6 @@ class _UncorrectedState(defaultdict[Any, Any]):
 
 
 class RMSprop(Optimizer, torch.optim.RMSprop):
-    """``torch.optim.RMSprop`` with PopTorch's settings."""
-
     _added = "use_tf_variant" + _MOMENT_TYPES
 
 

@@ -87,7 +87,6 @@ class ProcessTopology:
         return self._ranks[mode]
 
     def get_ranks_in_group(self, mode: str) -> list[int]:
-        """The global ranks of this process's group."""
         return dist.get_process_group_ranks(self.get_group(mode))
 
     def get_group_rank(self, mode: str) -> int:
