@@ -27,8 +27,6 @@ Endpoints = dict[tuple[int, int, str], Endpoint]  # by sending rank, receiving r
 
 
 class MeshCoordinates(Protocol):
-    """The coordinates of this process in a mesh."""
-
     rank: int  # in the world
     world_ranks: tuple[int, ...]
     data_rank: int

@@ -93,7 +93,6 @@ class StepProtocol:
         given: Given,
         caller_loss: bool,
     ) -> StepHeader:
-        """Announce a mini-batch to the other ranks."""
         context = caller_context()
         if not sizes:
             self.send_all([EMPTY, 0])

@@ -131,13 +131,11 @@ class ThreadExecutor(Executor):
             return StepOutcome(total, factor if training else None, end.take_outputs(), sum(sizes), len(sizes))
 
     def split(self, value: Any, *, grad: bool) -> SplitInputs:
-        """The micro-batches of a mini-batch."""
         variant = self.plan.require_chain().variant
         return split_inputs(value, self.source.count, self.first_device, variant, grad=grad)
 
     @contextmanager
     def _running(self, kind: str) -> Iterator[None]:
-        """A context for one mini-batch."""
         with self.lock, self.recording_run(kind), commit_statistics(self.norms) if self.norms else nullcontext():
             yield
 
