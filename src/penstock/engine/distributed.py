@@ -122,20 +122,20 @@ class DistributedExecutor(Executor):
     def _run_guarded(self, value: Any, targets: Any, outputs: Outputs, training: bool, loss: bool) -> StepOutcome:
         with self.recording_span("announce"):
             header, messages = self.announce(value, targets, training, caller_loss=False)
-        sizes, end = header.sizes, self.loss
+        sizes, collector = header.sizes, self.loss
         if not training:
             messages = [message._replace(wants=()) for message in messages]
             if loss and not sizes and any(self.control.gather(targets is not None)):
                 targets = ()
         targets = self.protocol.exchange_targets(header, targets)
-        if end is not None:
-            missing = targets is None and end.rule.wants_targets
+        if collector is not None:
+            missing = targets is None and collector.rule.wants_targets
             if training and missing and sizes:
                 where = f"rank {self.ranks[self.rank]}, which has the last stage"
                 how = " in each step: this step has none" if header.targets_rank == self.rank else _OR_ELSEWHERE
                 raise PlanError(f"the targets must be passed on {where}{how}")
             parts = split_targets(targets, sizes, self.device) if training or (loss and not missing) else None
-            end.begin(sizes, parts, outputs, training=training)
+            collector.begin(sizes, parts, outputs, training=training)
         reducer = self.reducer if training else None
         with self.committing_statistics(training=training):
             if reducer is not None:
@@ -155,7 +155,7 @@ class DistributedExecutor(Executor):
                 total, factor, samples = self._broadcast_loss()
             if training and grads:
                 backward_inputs(edges, grads, factor)
-        kept = None if end is None else end.take_outputs()
+        kept = None if collector is None else collector.take_outputs()
         return StepOutcome(total, factor if training else None, kept, samples, len(sizes))
 
     def announce(self, value: Any, targets: Any, training: bool, caller_loss: bool) -> tuple[StepHeader, list[Message]]:
@@ -447,7 +447,7 @@ class _PendingBackward(PipelineCall):
         executor, io = self.executor, self.io
         io.seed = seeds.__getitem__
         io.grads = [()] * self.count
-        stash = GradStash(executor.parameters(), apart=executor.replicas is not None, ties=executor.ties)
+        stash = GradStash(executor.parameters(), stash_all=executor.replicas is not None, ties=executor.ties)
         with executor.fp32 or nullcontext(), stash, with_training_modes(self.modes):
             executor.run(self.halves[1], self.context, self.variants, self.run_name, grad=False)
             if executor.reducer is not None:

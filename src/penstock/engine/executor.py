@@ -96,9 +96,9 @@ class Executor(ABC):
         After a failure, parameters that had no gradient before have none.
         """
         # Gradients of earlier steps are stashed, unless the loss is known not to rescale this step's gradients.
-        apart = self._rescales is not False or self.replicas is not None
+        stash_all = self._rescales is not False or self.replicas is not None
         parameters = (*self.parameters(), *self.loss_parameters)
-        stash = GradStash(parameters, apart=apart, ties=self.ties)
+        stash = GradStash(parameters, stash_all=stash_all, ties=self.ties)
         with self.weights_in_use(), self.fp32 or nullcontext(), stash:
             try:
                 outcome = self._run_minibatch(value, targets, outputs, training=True, loss=True)
@@ -108,7 +108,7 @@ class Executor(ABC):
                 raise
             stash.factor = outcome.factor
             self._rescales = outcome.factor is not None
-            if outcome.factor not in (None, 1.0) and not apart and len(stash.before) < len(parameters):
+            if outcome.factor not in (None, 1.0) and not stash_all and len(stash.before) < len(parameters):
                 raise PlanError(
                     "the losses of this step's micro-batches average over different numbers of elements per sample, "
                     "unlike those of earlier steps, whose gradients are in .grad and cannot be separated: set all "
@@ -252,13 +252,13 @@ class Executor(ABC):
 class GradStash:
     """A context for a step. Adds the gradients of earlier steps to those of the step, or restores them if it fails.
 
-    ``apart``: gradients of earlier steps are removed from ``.grad`` during the step, because a loss that returns counts
-    rescales the gradients of the step. Those of tied parameters are always removed, because the gradients of the step
-    are summed over the copies.
+    ``stash_all``: gradients of earlier steps are removed from ``.grad`` during the step, because a loss that returns
+    counts rescales the gradients of the step. Those of tied parameters are always removed, because the gradients of the
+    step are summed over the copies.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, apart: bool, ties: Ties) -> None:
-        self.parameters, self.apart = parameters, apart
+    def __init__(self, parameters: Iterable[nn.Parameter], *, stash_all: bool, ties: Ties) -> None:
+        self.parameters, self.stash_all = parameters, stash_all
         self.tied = {parameter for copies in ties.copies for parameter in copies}
         self.before: dict[nn.Parameter, Tensor | None] = {}
         self.factor: float | None = None  # multiplies the gradients of the step; None: 1
@@ -267,7 +267,7 @@ class GradStash:
         for parameter in self.parameters:
             if parameter.grad is None:
                 self.before[parameter] = None
-            elif self.apart or parameter in self.tied:
+            elif self.stash_all or parameter in self.tied:
                 self.before[parameter] = parameter.grad
                 parameter.grad = None
         return self

@@ -97,11 +97,11 @@ class BorrowedInputs:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         for message in messages:
             leaves = list(message.leaves)
-            for i, theirs in enumerate(leaves):
-                if isinstance(theirs, Tensor):
-                    leaves[i] = ours = unsafe_view(theirs.detach(), theirs.shape)
-                    if not ours.is_inference() and not theirs.is_inference():
-                        self._pairs.append((ours, theirs))
+            for i, original in enumerate(leaves):
+                if isinstance(original, Tensor):
+                    leaves[i] = borrowed = unsafe_view(original.detach(), original.shape)
+                    if not borrowed.is_inference() and not original.is_inference():
+                        self._pairs.append((borrowed, original))
             self.messages.append(message._replace(leaves=leaves))
         self._versions: list[int] = []
 
@@ -109,16 +109,16 @@ class BorrowedInputs:
         return self.messages
 
     def __exit__(self, *_: object) -> None:
-        for ours, theirs in self._pairs:
-            if ours._version:
-                increment_version(theirs)
-        self._versions = [theirs._version for _, theirs in self._pairs]
+        for borrowed, original in self._pairs:
+            if borrowed._version:
+                increment_version(original)
+        self._versions = [original._version for _, original in self._pairs]
 
     def check_unchanged(self) -> None:
         """Before the backward: make autograd fail for saved inputs that the caller has changed since the forward."""
-        for (ours, theirs), version in zip(self._pairs, self._versions, strict=True):
-            if theirs._version != version:
-                increment_version(ours)
+        for (borrowed, original), version in zip(self._pairs, self._versions, strict=True):
+            if original._version != version:
+                increment_version(borrowed)
 
 
 def version_counted(leaf: Tensor) -> Tensor:
@@ -177,8 +177,8 @@ def backward_inputs(edges: Sequence[Sequence[GradientEdge]], grads: Sequence[Gra
     """Continue the backward of all micro-batches in the caller's graph."""
     pairs = [
         (edge, grad if factor in (None, 1.0) else grad * factor)
-        for of_microbatch, row in zip(edges, grads, strict=True)
-        for edge, grad in zip(of_microbatch, row, strict=True)
+        for edge_row, grad_row in zip(edges, grads, strict=True)
+        for edge, grad in zip(edge_row, grad_row, strict=True)
         if grad is not None
     ]
     if pairs:

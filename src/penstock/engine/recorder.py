@@ -150,13 +150,13 @@ def _offset_in_group(control: ControlChannel, clock: Callable[[], int]) -> Clock
         control.wait_sends()
         return ClockOffset()
     for _ in range(CLOCK_ROUNDS):
-        asked = clock()
+        sent = clock()
         control.send_row(0, [0.0])
-        (there,) = control.recv_row(0, 1)
-        answered = clock()
-        half = (answered - asked) / 2
+        (remote,) = control.recv_row(0, 1)
+        received = clock()
+        half = (received - sent) / 2
         if half < best.error:
-            best = ClockOffset(there - asked - half, half)
+            best = ClockOffset(remote - sent - half, half)
     control.wait_sends()
     return best
 
@@ -171,16 +171,16 @@ def saved_bytes(slot: Slot, engine: StageEngine) -> int:
     tensors that are not dense are not counted.
     """
     seen: set[Any] = set()
-    kept: list[Tensor] = list(slot.inputs)
-    ahead: list[Any] = [edge.node for edge in slot.roots]
-    while ahead:
-        node = ahead.pop()
+    tensors: list[Tensor] = list(slot.inputs)
+    pending: list[Any] = [edge.node for edge in slot.roots]
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        ahead += [following for following, _ in node.next_functions]
-        kept += [tensor for tensor in raw_saved_tensors(node) if tensor.layout is torch.strided]
-    return _unique_bytes(kept, engine)
+        pending += [next_node for next_node, _ in node.next_functions]
+        tensors += [tensor for tensor in raw_saved_tensors(node) if tensor.layout is torch.strided]
+    return _unique_bytes(tensors, engine)
 
 
 def deferred_bytes(slot: Slot, engine: StageEngine) -> int:
@@ -190,18 +190,18 @@ def deferred_bytes(slot: Slot, engine: StageEngine) -> int:
     return _unique_bytes([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided], engine)
 
 
-def _unique_bytes(kept: Sequence[Tensor], engine: StageEngine) -> int:
+def _unique_bytes(tensors: Sequence[Tensor], engine: StageEngine) -> int:
     """The bytes of these tensors. Overlapping views count once."""
     own = {_memory_of(tensor)[0] for tensor in (*engine.module.parameters(), *engine.module.buffers())}
     sizes: dict[object, dict[int, int]] = {}  # by memory and offset
-    room: dict[object, int] = {}
-    for tensor in kept:
+    capacity: dict[object, int] = {}
+    for tensor in tensors:
         place, size = _memory_of(tensor)
         if place not in own:
             views, at = sizes.setdefault(place, {}), int(tensor.storage_offset())
             views[at] = max(views.get(at, 0), tensor.nbytes)
-            room[place] = size
-    return sum(min(room[place], sum(views.values())) for place, views in sizes.items())
+            capacity[place] = size
+    return sum(min(capacity[place], sum(views.values())) for place, views in sizes.items())
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, int]:

@@ -123,9 +123,9 @@ class Propagation:
         ``present`` marks the outputs that get a gradient, per outgoing edge. None is for the last stage, where all
         outputs get one.
         """
-        expected = [there for row in present or () for there in row] or [True] * len(self.roots)
+        expected = [exists for row in present or () for exists in row] or [True] * len(self.roots)
         metas = [meta.leaves[i] for meta in self.outgoing for i in meta.wants]
-        wanted = [pair for *pair, there in zip(self.roots, metas, expected, strict=True) if there]
+        wanted = [pair for *pair, exists in zip(self.roots, metas, expected, strict=True) if exists]
         inputs, self.inputs, self.roots = self.inputs, [], ()
         found = [False] * len(inputs)
         if wanted and inputs:

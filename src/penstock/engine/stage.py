@@ -236,12 +236,12 @@ class StageEngine:
         leaves, spec, wants, shared = message
         slot.inputs = inputs = tuple(leaves[i].requires_grad_() for i in wants)
         if slot.saved is not None:
-            careful = self.mode is not self.no_input_mutation_recomputing_in
-            if careful:  # the saved input must not change
+            protect_inputs = self.mode is not self.no_input_mutation_recomputing_in
+            if protect_inputs:  # the saved input must not change
                 leaves[:] = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         else:
-            careful = self.mode is not self.no_input_mutation_in
-            if careful:
+            protect_inputs = self.mode is not self.no_input_mutation_in
+            if protect_inputs:
                 for i, leaf in zip(wants, inputs, strict=True):
                     leaves[i] = unsafe_view(leaf, leaf.shape)
         if shared and torch.is_inference_mode_enabled():
@@ -253,7 +253,7 @@ class StageEngine:
             with self._forward_contexts(microbatch, slot, leaves, recomputing):
                 output = self._call(microbatch, value, slot)
         except RuntimeError as error:
-            if not careful:
+            if not protect_inputs:
                 self._note_input_mutation(error)
             raise
         if shared and versions != [leaves[i]._version for i in shared]:
@@ -261,11 +261,11 @@ class StageEngine:
                 f"stage {self.index} changes one of its inputs in place, and another stage uses that value as well, or "
                 "another input is a view of it: change a copy instead (x.clone()), or cut elsewhere"
             )
-        if careful and slot.saved is not None:
+        if protect_inputs and slot.saved is not None:
             changed = any(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
             self.no_input_mutation_recomputing_in = _NO_MODE if changed or self.mutates_sometimes else self.mode
-        elif careful:
-            self._learn_input_mutation(leaves, wants, inputs)
+        elif protect_inputs:
+            self._detect_input_mutation(leaves, wants, inputs)
         index = self.index if self.loss is None else None
         messages, slot.roots = detach_outputs_per_edge(output, self.num_targets, index)
         if shared and self.loss is None:
@@ -331,7 +331,7 @@ class StageEngine:
             self.mutates_sometimes = True
             error.add_note("the stage changed its input in place, but not in earlier forwards: run the step again")
 
-    def _learn_input_mutation(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
+    def _detect_input_mutation(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
         """Detect whether the module changes its inputs in place.
 
         Autograd forbids this for a leaf and for a view of a leaf, so the module received neither. A module without such

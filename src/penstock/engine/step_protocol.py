@@ -125,11 +125,11 @@ class StepProtocol:
     def fetch_inputs(self) -> Any:
         """Receive the inputs from a rank that was given them; None if no rank was."""
         self.send_all([QUERY_INPUTS, 0])
-        having = [rank for rank in self.others if self.control.recv_row(rank, 1)[0]]
-        if not having:
+        holders = [rank for rank in self.others if self.control.recv_row(rank, 1)[0]]
+        if not holders:
             return None
-        self.send_all([SEND_INPUTS, having[0]])
-        return self.control.recv(having[0])
+        self.send_all([SEND_INPUTS, holders[0]])
+        return self.control.recv(holders[0])
 
     def reject(self, message: str) -> None:
         """Send the reason why the mini-batch cannot be run to the other ranks."""
@@ -156,11 +156,11 @@ class StepProtocol:
             return StepHeader(-1, training, context, (), ())
         header = self.control.recv(first) if code == NEW else self.headers[number]
         if (header.training, header.caller_loss) != (training, caller_loss):
-            there, here = (
+            first_call, own_call = (
                 "a forward" if outside else "a step" if trains else "a call"
                 for trains, outside in ((header.training, header.caller_loss), (training, caller_loss))
             )
-            raise PlanError(f"the first rank runs {there} of the pipeline, but this rank runs {here}")
+            raise PlanError(f"the first rank runs {first_call} of the pipeline, but this rank runs {own_call}")
         if header.context != context:
             raise PlanError(f"the first rank runs under {header.context}, but this rank under {context}")
         if code == NEW:
@@ -204,8 +204,8 @@ class StepProtocol:
     def _complete(self, header: StepHeader, inputs: list[MessageMeta] | None, given: Given) -> None:
         """Complete the header of a new kind, together with the other ranks."""
         last = self.placement[-1]
-        having = [rank for rank, has in enumerate(self._compare(given)) if has]
-        header.targets_rank = last if last in having else next(iter(having), None)
+        holders = [rank for rank, has in enumerate(self._compare(given)) if has]
+        header.targets_rank = last if last in holders else next(iter(holders), None)
         for variant in dict.fromkeys(header.variants):
             self.plan.require_chain().prepare(self.plan.groups, variant)
         if not self.dynamic:

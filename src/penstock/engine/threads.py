@@ -37,7 +37,7 @@ from penstock.schedule.schedule import Edge, Schedule
 from penstock.split.plan import Plan
 
 Task = Callable[[], None]
-Inbox: TypeAlias = "SimpleQueue[tuple[Task, RunReport] | None]"
+TaskQueue: TypeAlias = "SimpleQueue[tuple[Task, RunReport] | None]"
 StageBackward = Callable[[StageEngine, Grads, Slot], None]
 
 STREAM_AHEAD = 2  # mini-batches of a stream in flight, besides the one whose outputs are consumed
@@ -89,16 +89,16 @@ class ThreadExecutor(Executor):
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
         on_cpu = sum(device.type == "cpu" for device in devices)
         cpu_threads = max(1, torch.get_num_threads() // max(1, on_cpu))  # of an operator in each worker
-        self.inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
+        self.task_queues: list[TaskQueue] = [SimpleQueue() for _ in devices]
         self.threads = [
             threading.Thread(
-                target=_worker_loop, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
+                target=_worker_loop, args=(task_queue, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
             )
-            for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True))
+            for rank, (task_queue, device) in enumerate(zip(self.task_queues, devices, strict=True))
         ]
         for thread in self.threads:
             thread.start()
-        self._end_threads = weakref.finalize(self, _end_threads, self.inboxes)
+        self._end_threads = weakref.finalize(self, _end_threads, self.task_queues)
         self.lock = threading.RLock()  # one run at a time, also if user threads share the pipeline
         self._programs: LRUCache[tuple[bool, int], ThreadProgram] = LRUCache(8)
 
@@ -106,29 +106,29 @@ class ThreadExecutor(Executor):
 
     def _run_minibatch(self, value: Any, targets: Any, outputs: Outputs, *, training: bool, loss: bool) -> StepOutcome:
         with self._running("step" if training else "evaluate"):
-            end = self.loss
+            collector = self.loss
             sizes, messages, variants = self.split(value, grad=training)
             if not training:
                 messages = [message._replace(wants=()) for message in messages]
-            missing = targets is None and end.rule.wants_targets
+            missing = targets is None and collector.rule.wants_targets
             if training and missing:
                 raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
             parts = split_targets(targets, sizes, self.last_device) if loss and not missing else None
             program = self.program(training, len(sizes))
             io = program.io
-            end.begin(sizes, parts, outputs, training=training)
-            io.seed = end.seed
+            collector.begin(sizes, parts, outputs, training=training)
+            io.seed = collector.seed
             grads: list[Grads] = [()] * len(sizes)
             io.grads = grads
             edges = input_edges(messages)
             with BorrowedInputs(messages) as io.inputs:
                 self.run(program, variants, grad=training, run_name=self.next_run_name(training=training))
             io.inputs, io.grads = [], None
-            total, factor = end.finish()
+            total, factor = collector.finish()
             if self.ties.copies and training:
                 self.ties.sum_grads()
             backward_inputs(edges, grads, factor)
-            return StepOutcome(total, factor if training else None, end.take_outputs(), sum(sizes), len(sizes))
+            return StepOutcome(total, factor if training else None, collector.take_outputs(), sum(sizes), len(sizes))
 
     def split(self, value: Any, *, grad: bool) -> SplitInputs:
         variant = self.plan.require_chain().variant
@@ -184,8 +184,8 @@ class ThreadExecutor(Executor):
         for a, b in self.edges:
             ends = (microbatches, device[a], device[b], timer[b])
             # A skip connection over several stages holds as many messages as the activations on its way.
-            lock = partial(LockstepChannel, sender_wait_timer=timer[a], room=b - a - 1)
-            forwards[a, b] = lock(*ends) if lockstep else LocalChannel(*ends)
+            new_lockstep = partial(LockstepChannel, sender_wait_timer=timer[a], room=b - a - 1)
+            forwards[a, b] = new_lockstep(*ends) if lockstep else LocalChannel(*ends)
         backwards = {(b, a): LocalChannel(microbatches, device[b], device[a], timer[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
@@ -243,8 +243,8 @@ class ThreadExecutor(Executor):
         """Queue ``tasks[r]`` on the thread of rank ``r``."""
         super().check_idle()
         report = RunReport(SimpleQueue())
-        for inbox, task in zip(self.inboxes, tasks, strict=True):
-            inbox.put((task, report))
+        for task_queue, task in zip(self.task_queues, tasks, strict=True):
+            task_queue.put((task, report))
         return report
 
     def wait(self, program: ThreadProgram, report: RunReport) -> None:
@@ -259,7 +259,7 @@ class ThreadExecutor(Executor):
             while len(report.outcomes) < len(self.threads):
                 try:
                     try:
-                        report.news.get(timeout=POLL_SECONDS)
+                        report.wakeups.get(timeout=POLL_SECONDS)
                     except Empty:
                         if not detectors:
                             pairs = zip(program.runners, self.threads, strict=True)
@@ -316,7 +316,7 @@ class ThreadExecutor(Executor):
                 batch.program.cancel()
             for batch in in_flight:
                 while not self.closed and len(batch.report.outcomes) < len(batch.program.runners):
-                    batch.report.news.get()
+                    batch.report.wakeups.get()
             for stage in self.stages.values():
                 stage.microbatches = ()
             self.streaming = False
@@ -422,7 +422,7 @@ class _ThreadCall(PipelineCall):
         crossed: dict[int, Tensor] = {}  # gradients of inputs from backwards of later stages, by identity of the input
 
         def backward(stage: StageEngine, grads: Grads, slot: Slot) -> None:
-            mine = sums[stage.index]
+            stage_sum = sums[stage.index]
             wanted = self.parameters if self.crosses_stages else self.stage_parameters[stage.index]
             earlier: list[Tensor] = []
             if self.crosses_stages:
@@ -444,7 +444,8 @@ class _ThreadCall(PipelineCall):
                 if grad is not None:
                     if executor.fp32 is not None and grad.dtype.itemsize < 4:
                         grad = grad.float()
-                    mine[id(parameter)] = grad if id(parameter) not in mine else mine[id(parameter)] + grad
+                    key = id(parameter)
+                    stage_sum[key] = grad if key not in stage_sum else stage_sum[key] + grad
 
         grads: list[Grads] = [()] * self.count
         io = PipelineIO(seed=seeds.__getitem__, grads=grads)
@@ -471,8 +472,8 @@ class _ThreadCall(PipelineCall):
             self.slots.clear()
             self.borrowed = BorrowedInputs(())
         totals: dict[int, Tensor] = {}
-        for of_stage in sums.values():
-            for key, grad in of_stage.items():
+        for stage_sum in sums.values():
+            for key, grad in stage_sum.items():
                 totals[key] = grad if key not in totals else totals[key] + grad.to(totals[key].device)
         for copies in executor.ties.copies:
             total = LocalTies.total([totals.get(id(parameter)) for parameter in copies])
@@ -486,18 +487,18 @@ class _ThreadCall(PipelineCall):
 
 @dataclass(frozen=True)
 class RunReport:
-    """The outcomes of the tasks of one run, in the order in which they ended. ``news`` wakes the waiting thread."""
+    """The outcomes of the tasks of one run, in the order in which they ended. ``wakeups`` wakes the waiting thread."""
 
-    news: SimpleQueue[None]
+    wakeups: SimpleQueue[None]
     outcomes: list[BaseException | None] = field(default_factory=list)
 
 
-def _end_threads(inboxes: Sequence[Inbox]) -> None:
-    for inbox in inboxes:
-        inbox.put(None)
+def _end_threads(task_queues: Sequence[TaskQueue]) -> None:
+    for task_queue in task_queues:
+        task_queue.put(None)
 
 
-def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int) -> None:
+def _worker_loop(task_queue: TaskQueue, device: torch.device, cpu_threads: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # creates the CUDA context of this thread, without which cuBLAS warns
@@ -510,7 +511,7 @@ def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int) -> None:
                 restore = threading.Thread(target=torch.set_num_threads, args=(before,))
                 restore.start()
                 restore.join()
-    while (item := inbox.get()) is not None:
+    while (item := task_queue.get()) is not None:
         task, report = item
         error: BaseException | None = None
         try:
@@ -522,5 +523,5 @@ def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int) -> None:
         # This frame must not keep objects of the step alive until the next step.
         del item, task
         report.outcomes.append(error)
-        report.news.put(None)
+        report.wakeups.put(None)
         del report, error

@@ -79,7 +79,7 @@ class FailureStore:
         end = time.monotonic() + CAUSE_WAIT
         try:
             while time.monotonic() < end:
-                closed = [rank for rank in peers if self.have_closed(rank)]
+                closed = [rank for rank in peers if self.all_closed(rank)]
                 found = self.read()  # read after ``closed``: a rank that fails publishes its cause before it closes
                 if found is not None:
                     return found
@@ -90,7 +90,7 @@ class FailureStore:
             return store_unreachable(self.store, error)
         return None
 
-    def have_closed(self, *ranks: int) -> bool:
+    def all_closed(self, *ranks: int) -> bool:
         closed: bool = self.store.check([f"closed/{rank}" for rank in ranks])
         return closed
 

@@ -289,9 +289,10 @@ class RankProcess:
         """Whether the process has published its port and has ended since."""
         if self._connection is None and self._reachable and self._store.check([self._key]):
             machine, host, port = read_value(self._store, self._key, (str, str, int)) or ("", "", 0)
-            here = machine == socket.gethostname()
+            same_machine = machine == socket.gethostname()
             try:
-                if port and (here or not ipaddress.ip_address(host).is_loopback):  # not the loopback of another machine
+                # The loopback address of another machine would lead to this one.
+                if port and (same_machine or not ipaddress.ip_address(host).is_loopback):
                     self._connection = connect_liveness((host, port))
             except ConnectionRefusedError:
                 return True

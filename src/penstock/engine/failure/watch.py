@@ -186,7 +186,7 @@ class Watch:
                 # The store may end with this process: wait until the others have read the cause.
                 end = max(known) + STORE_LINGER
                 ranks = self.failures.ranks
-                while time.monotonic() < end and not self._client.gone and not self.failures.have_closed(*ranks):
+                while time.monotonic() < end and not self._client.gone and not self.failures.all_closed(*ranks):
                     time.sleep(0.02)
         self._stopping.set()
         if self._thread is not threading.current_thread():
@@ -248,7 +248,7 @@ class Watch:
         failures = self._thread_failures
         cause = failures.read() or self._check_next_rank()
         if cause is None and snapshot.kind == "waits" and snapshot.age > 2:
-            closed = next((rank for rank in snapshot.ranks if failures.have_closed(rank)), None)
+            closed = next((rank for rank in snapshot.ranks if failures.all_closed(rank)), None)
             cause = None if closed is None else failures.publish(failures.left_early(closed))
         if cause is None:
             self._heartbeat.send(snapshot, now)
@@ -262,7 +262,7 @@ class Watch:
         if self._next is None or not self._next.ended():
             return None
         rank, self._next = self._next.rank, None
-        if self._thread_failures.have_closed(rank):
+        if self._thread_failures.all_closed(rank):
             return None
         begun = self._client.store.check([f"address/{rank}"])
         return self._thread_failures.publish(Cause(rank, "", PROCESS_DIED if begun else NEVER_BUILT))
