@@ -157,8 +157,8 @@ def build(
         executor = ThreadExecutor(placed, stages, joined, copies, HangLimits(*options.limits), **gradients)
     else:
         assert rendezvous is not None
-        agreed = (mesh, rendezvous, config, options.limits, options.dynamic)
-        executor = DistributedExecutor(placed, stages, source, copies, *agreed, **gradients)
+        distributed_args = (mesh, rendezvous, config, options.limits, options.dynamic)
+        executor = DistributedExecutor(placed, stages, source, copies, *distributed_args, **gradients)
     return placed, source, modules, fqn, executor
 
 
@@ -252,14 +252,14 @@ def materialise(
                 f"stage {stage} has {len(names)} tensors on the meta device, without data ({names[0]} is one): pass "
                 "Pipeline(…, init=…), a function that initialises the parameters and buffers of a stage's module"
             )
-    made: dict[int, Tensor] = {}
+    allocated: dict[int, Tensor] = {}
     for stage, module in modules.items():
-        _allocate(module, devices[stage], made)
+        _allocate(module, devices[stage], allocated)
         module.to(devices[stage])
         if weights is not None:
             weights.offload_stage(stage)
     for row in copies:
-        row[:] = [made.get(id(parameter), parameter) for parameter in row]  # type: ignore[misc]
+        row[:] = [allocated.get(id(parameter), parameter) for parameter in row]  # type: ignore[misc]
     for stage, module in modules.items():
         if on_meta[stage] and init is not None:
             try:
@@ -277,17 +277,17 @@ def materialise(
                 )
 
 
-def _allocate(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:
+def _allocate(module: nn.Module, device: torch.device, allocated: dict[int, Tensor]) -> None:
     """Allocate a module's tensors that are on the meta device. Float tensors are NaN until ``init`` has filled them."""
     for part in module.modules():
         for members in (part._parameters, part._buffers):
             for name, tensor in members.items():
                 if tensor is None or not tensor.is_meta:
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in allocated:
                     empty = torch.empty_like(tensor, device=device)
                     if empty.is_floating_point() or empty.is_complex():
                         empty.fill_(torch.nan)
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                members[name] = made[id(tensor)]  # type: ignore[assignment]
+                    allocated[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                members[name] = allocated[id(tensor)]  # type: ignore[assignment]

@@ -96,18 +96,18 @@ def save(
     The new checkpoint replaces an old one at ``path`` when it is complete. With ``asynchronous=True`` the call returns
     when all tensors are copied to host memory, and a thread writes them: call ``wait()`` on the result.
     """
-    path, owner = Path(path), _Owner(pipe)
-    tensors = {f"model.{name}": copies[0] for name, copies in owner.tensors.items()}
-    values = {name: encode(value, f"values.{name}", tensors) for name, value in owner.values.items()}
-    groups, states = ([], {}) if optimizer is None else owner.optimizer_content(optimizer, tensors)
+    path, named = Path(path), _NamedState(pipe)
+    tensors = {f"model.{name}": copies[0] for name, copies in named.tensors.items()}
+    values = {name: encode(value, f"values.{name}", tensors) for name, value in named.values.items()}
+    groups, states = ([], {}) if optimizer is None else named.optimizer_content(optimizer, tensors)
     content: dict[str, Any] = {"step": step, "steps": pipe.steps if isinstance(pipe, Pipeline) else step or 0}
-    if owner.rank == 0:
+    if named.rank == 0:
         content["extra"] = encode(extra, "extra", tensors)
         content["objects"] = {n: encode(_require_state(n, o), f"objects.{n}", tensors) for n, o in objects.items()}
-    generators = encode(_generator_states(), f"random.{owner.rank}", tensors)
+    generators = encode(_generator_states(), f"random.{named.rank}", tensors)
     if asynchronous:
         tensors = {name: tensor.clone() if tensor.is_cpu else tensor.cpu() for name, tensor in tensors.items()}
-    group = owner.group()
+    group = named.group()
 
     def write() -> None:
         parts = gather((generators, values, states, groups), group)
@@ -136,28 +136,28 @@ def load(path: str | Path, pipe: Model, optimizer: Optimizer | None = None, **ob
     Each rank reads its own tensors, and checks the files that it reads first. If the checkpoint does not fit, an error
     names the difference, and parameters and optimizer are unchanged.
     """
-    path, owner = Path(path), _Owner(pipe)
+    path, named = Path(path), _NamedState(pipe)
     manifest = read_manifest(path)
     for name, thing in objects.items():
         _require_state(name, thing)
         if name not in manifest.get("objects", {}):
             known = ", ".join(manifest.get("objects", {})) or "none"
             raise CheckpointError(f"the checkpoint {path} has no state of {name}: it has {known}")
-    owner.check(path, manifest)
-    targets = {f"model.{name}": copies[0] for name, copies in owner.tensors.items()}
+    named.check(path, manifest)
+    targets = {f"model.{name}": copies[0] for name, copies in named.tensors.items()}
     reader = _TensorReader(manifest, targets)
-    states = None if optimizer is None else owner.stored_states(optimizer, path, manifest, reader)
+    states = None if optimizer is None else named.stored_states(optimizer, path, manifest, reader)
     given = {name: decode(manifest["objects"][name], reader.plain) for name in objects}
     values = {name: decode(value, reader.plain) for name, value in manifest["values"].items()}
     extra = decode(manifest.get("extra"), reader.plain)
     saved = manifest["random"]
-    generators = decode(saved[owner.rank] if owner.rank < len(saved) else saved[0], reader.plain)
+    generators = decode(saved[named.rank] if named.rank < len(saved) else saved[0], reader.plain)
     reader.read(path)  # names and shapes were compared; this checks the files
     with torch.no_grad():
-        for first, *copies in owner.tensors.values():
+        for first, *copies in named.tensors.values():
             for copy in copies:
                 copy.copy_(first)
-    own = {name: value for name, value in values.items() if name in owner.values}
+    own = {name: value for name, value in values.items() if name in named.values}
     if own:
         pipe.load_state_dict(own, strict=False)
     with _malformed(path, "the optimizer's state"):
@@ -168,7 +168,7 @@ def load(path: str | Path, pipe: Model, optimizer: Optimizer | None = None, **ob
     if isinstance(pipe, Pipeline):
         pipe.steps = manifest["steps"]
     with _malformed(path, "the state of the random generators"):
-        _set_generators(generators, owner.rank if owner.rank >= len(saved) else None)
+        _set_generators(generators, named.rank if named.rank >= len(saved) else None)
     return Loaded(path, manifest["step"], extra)
 
 
@@ -214,7 +214,7 @@ class Checkpoints:
         rank, ranks = (0, 1) if world is None else (world.rank(), world.size())
         path: Path
         for path in gather(self.paths() if rank == 0 else None, world)[0]:
-            problems = gather(_damage(path, rank, ranks), world)
+            problems = gather(_find_damage(path, rank, ranks), world)
             problem = next((text for text in problems if text is not None), None)
             if problem is None:
                 return path
@@ -268,7 +268,7 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def _damage(path: Path, rank: int, ranks: int) -> str | None:
+def _find_damage(path: Path, rank: int, ranks: int) -> str | None:
     """The first problem in this rank's part of the files of a checkpoint."""
     try:
         manifest = read_manifest(path)
@@ -281,7 +281,7 @@ def _damage(path: Path, rank: int, ranks: int) -> str | None:
 # ── the state of a pipeline or a model ───────────────────────────────────────────────────────────────────────────────
 
 
-class _Owner:
+class _NamedState:
     """The tensors of a pipeline's stages in this process, or of a plain model, by the plain model's names.
 
     A tied parameter is listed under the first of its names, and may have copies on several devices.
@@ -310,17 +310,18 @@ class _Owner:
         self.names: dict[int, str] = {}  # of parameters, by identity
         for module in modules:
             for name, tensor in module.named_parameters(remove_duplicate=False):
-                self.names[id(tensor)] = self._first(name)
+                self.names[id(tensor)] = self._canonical_name(name)
             for name, value in module.state_dict().items():
                 if isinstance(value, Tensor):
-                    self.tensors.setdefault(self._first(name), []).append(value)
+                    self.tensors.setdefault(self._canonical_name(name), []).append(value)
                 else:
                     self.values[self.fqn(name)] = value
         for name, tensor in model.named_parameters(remove_duplicate=False):
-            self.names.setdefault(id(tensor), self._first(name))
-        self.expected = {self._first(name) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+            self.names.setdefault(id(tensor), self._canonical_name(name))
+        saved = [name for name, value in model.state_dict().items() if isinstance(value, Tensor)]
+        self.expected = set(map(self._canonical_name, saved))
 
-    def _first(self, name: str) -> str:
+    def _canonical_name(self, name: str) -> str:
         return self.first_name.get(self.fqn(name), self.fqn(name))
 
     def group(self) -> dist.ProcessGroup | None:
@@ -339,7 +340,7 @@ class _Owner:
         missing, unexpected = sorted(self.expected - stored), sorted(stored - self.expected)
         if missing or unexpected:
             raise CheckpointError(
-                f"the checkpoint {path} is of another model: it lacks {_some(missing)} and has {_some(unexpected)}"
+                f"the checkpoint {path} is of another model: it lacks {_listed(missing)} and has {_listed(unexpected)}"
             )
         for name, (tensor, *_) in self.tensors.items():
             shape = manifest["tensors"][f"model.{name}"][1]
@@ -488,7 +489,7 @@ def _require_state(name: str, thing: Any) -> Any:
     return thing.state_dict()
 
 
-def _some(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:5])} and {len(names) - 5} more" if len(names) > 5 else ", ".join(names) or "nothing"
 
 

@@ -59,7 +59,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, Tensor):
-        return {"tensor": _add(value.detach(), name, tensors)}
+        return {"tensor": _add_tensor(value.detach(), name, tensors)}
     if kind in (list, tuple, set, deque):
         items = [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
         return items if kind is list else {kind.__name__: items}
@@ -72,14 +72,14 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {kind.__name__: str(value).removeprefix("torch.")}
     if hasattr(value, "__array__"):  # NumPy
         array = torch.as_tensor(value)
-        return {"array": _add(array, name, tensors)} if array.dim() else array.item()
+        return {"array": _add_tensor(array, name, tensors)} if array.dim() else array.item()
     raise CheckpointError(
         f"{name} is a {kind.__name__}: a checkpoint holds numbers, strings, tensors, and lists, tuples and dicts of "
         "them"
     )
 
 
-def _add(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
+def _add_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
     while name in tensors:
         name += "'"
     tensors[name] = tensor
@@ -205,12 +205,12 @@ def _describe(metadata: Metadata) -> dict[str, Any]:
 def _replace(path: Path, data: str, manifest: str) -> None:
     """Write ``manifest``, whose files are in ``data``, to ``path``, and delete the files of the previous one."""
     _sync(path / data)
-    aside = path / f"{MANIFEST}.{data}"
-    with open(aside, "w", encoding="utf-8") as file:
+    temporary = path / f"{MANIFEST}.{data}"
+    with open(temporary, "w", encoding="utf-8") as file:
         file.write(manifest)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(aside, path / MANIFEST)
+    os.replace(temporary, path / MANIFEST)
     _sync(path)
     _sync(path.parent)
     for old in path.iterdir():

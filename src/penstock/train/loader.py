@@ -118,11 +118,11 @@ class DataLoader(Generic[Sample]):
             if num_workers > 1:
                 raise PlanError(f"num_workers={num_workers} processes would each read the whole dataset: pass 1")
             return
-        lacks = "samples by index" if not hasattr(dataset, "__getitem__") else None
-        if lacks is None and not given and not hasattr(dataset, "__len__"):
-            lacks = "length"
-        if lacks is not None:
-            raise PlanError(f"the dataset, a {type(dataset).__name__}, has no {lacks}: add it, or use IterableDataset")
+        absent = "samples by index" if not hasattr(dataset, "__getitem__") else None
+        if absent is None and not given and not hasattr(dataset, "__len__"):
+            absent = "length"
+        if absent is not None:
+            raise PlanError(f"the dataset, a {type(dataset).__name__}, has no {absent}: add it, or use IterableDataset")
         if self.shuffle + len(given) > 1:
             raise PlanError("shuffle, sampler and batch_sampler each determine the order: pass one of them")
         for name, sampler in given.items():
@@ -229,9 +229,9 @@ class DataLoader(Generic[Sample]):
         batches = self._index_batches(epoch, start)
         if not self._place.loads:
             return map(self._empty_structure_of, batches)
-        mine, theirs = tee((list(self._place.share_of(batch)), batch[:1]) for batch in batches)
-        self._feed.parts = (own or sample for own, sample in theirs)
-        return _pad_empty_shares((bool(own) for own, _ in mine), self._torch_iterator(epoch, start))
+        shares, fed = tee((list(self._place.share_of(batch)), batch[:1]) for batch in batches)
+        self._feed.parts = (own or sample for own, sample in fed)
+        return _pad_empty_shares((bool(own) for own, _ in shares), self._torch_iterator(epoch, start))
 
     def _index_batches(self, epoch: int, start: int) -> Iterator[list[Any]]:
         """The global mini-batches of an epoch from number ``start`` on, as lists of indices that all ranks share."""

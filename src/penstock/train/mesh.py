@@ -151,13 +151,13 @@ def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     resolved.update(sizes)
     if list(sizes) == [name for name in DIMENSIONS if name in sizes]:
         resolved = {name: resolved[name] for name in DIMENSIONS}
-    said = f"Mesh({', '.join(given)})"
+    call = f"Mesh({', '.join(given)})"
     for name, size in resolved.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < -1 or size == 0:
-            raise PlanError(f"{said}: {name} must be a number of processes, or -1 for the rest, got {size!r}")
+            raise PlanError(f"{call}: {name} must be a number of processes, or -1 for the rest, got {size!r}")
     inferred = [name for name, size in resolved.items() if size == -1]
     if len(inferred) > 1:
-        raise PlanError(f"{said}: only one size can be -1, not both {' and '.join(inferred)}")
+        raise PlanError(f"{call}: only one size can be -1, not both {' and '.join(inferred)}")
     known = math.prod(size for size in resolved.values() if size != -1)
     if inferred and world % known == 0:
         resolved[inferred[0]] = world // known
@@ -165,6 +165,6 @@ def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
         product = " × ".join(str(size) for size in resolved.values() if size not in (1, -1)) or "1"
         needs = f"a multiple of {known}" if inferred else str(known)
         raise PlanError(
-            f"{said} needs {needs} processes ({product}), but the world has {world}: start as many, or change the mesh"
+            f"{call} needs {needs} processes ({product}), but the world has {world}: start as many, or change the mesh"
         )
     return resolved

@@ -34,11 +34,11 @@ def parallelize_stages(
     options: Any,
     ties: Sequence[Tie],
     copies: list[list[nn.Parameter]],
-    own: FqnMap,
+    fqn: FqnMap,
 ) -> dict[int, ParallelizedStage]:
     """Call the user's function for each stage of this process, in order; updates ``modules`` and ``copies``.
 
-    ``own`` maps names to the model's. All processes of the mesh call this together.
+    ``fqn`` maps names to the model's. All processes of the mesh call this together.
     """
     assert options.parallelize is not None
     _ = mesh.device_mesh  # create it in any case: the creation is collective, and the function may not use it
@@ -46,8 +46,8 @@ def parallelize_stages(
         if mesh.sizes[dimension] > 1:
             tensors = (t for module in modules.values() for t in (*module.parameters(), *module.buffers()))
             broadcast_from_first(tensors, mesh[dimension].get_group())
-    before = {(stage, name): id(parameter) for stage, name, parameter in _members(modules, own)}
-    made = {}
+    before = {(stage, name): id(parameter) for stage, name, parameter in _members(modules, fqn)}
+    parallelized = {}
     for stage, module in modules.items():
         fake = FakeStage(stage, module, mesh.device)
         try:
@@ -76,9 +76,9 @@ def parallelize_stages(
         if mesh.tensor > 1:
             keep_edges_plain(result, stage)
         modules[stage] = result
-        made[stage] = ParallelizedStage(fake if changed else None, wrapped, sharded)
-    _check_parameters(before, {(stage, name): id(p) for stage, name, p in _members(modules, own)})
-    sharded_name = next((name for _, name, p in _members(modules, own) if is_dtensor(p)), None)
+        parallelized[stage] = ParallelizedStage(fake if changed else None, wrapped, sharded)
+    _check_parameters(before, {(stage, name): id(p) for stage, name, p in _members(modules, fqn)})
+    sharded_name = next((name for _, name, p in _members(modules, fqn) if is_dtensor(p)), None)
     if sharded_name is not None and (options.accumulate is not None or options.offload is not None):
         raise PlanError(
             f"accumulate= and offload= are not supported for sharded parameters ({sharded_name} is one): with "
@@ -86,14 +86,14 @@ def parallelize_stages(
             "parameters in float32 and run steps under torch.autocast"
         )
     for tie, row in zip(ties, copies, strict=True):
-        row[:] = {id(p): p for _, name, p in _members(modules, own) if name in tie.names}.values()
-    return made
+        row[:] = {id(p): p for _, name, p in _members(modules, fqn) if name in tie.names}.values()
+    return parallelized
 
 
-def _members(modules: Mapping[int, nn.Module], own: FqnMap) -> Iterator[tuple[int, str, nn.Parameter]]:
+def _members(modules: Mapping[int, nn.Module], fqn: FqnMap) -> Iterator[tuple[int, str, nn.Parameter]]:
     for stage, module in modules.items():
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            yield stage, own(name), parameter
+            yield stage, fqn(name), parameter
 
 
 def _check_parameters(before: Mapping[tuple[int, str], int], after: Mapping[tuple[int, str], int]) -> None:

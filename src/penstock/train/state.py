@@ -43,9 +43,9 @@ def share_buffers(source: nn.Module, target: nn.Module) -> None:
 
     When a module is moved, its parameters stay the same objects, but its buffers do not.
     """
-    theirs = dict(target.named_modules(remove_duplicate=False))
+    targets = dict(target.named_modules(remove_duplicate=False))
     for path, module in source.named_modules(remove_duplicate=False):
-        other = theirs.get(path)
+        other = targets.get(path)
         for name, buffer in module._buffers.items():
             if other is not None and other is not module and name in other._buffers:
                 other._buffers[name] = buffer
