@@ -313,7 +313,7 @@ def defer_reduction(microbatches: int) -> Iterator[None]:
     """
     called: list[Any] = []
 
-    def look(module: Any, args: Any) -> None:
+    def disable_sync(module: Any, args: Any) -> None:
         wrapper = isinstance(module, (DistributedDataParallel, NaiveDDP))
         if not wrapper or module in called or not torch.is_grad_enabled() or not module.require_backward_grad_sync:
             return
@@ -323,7 +323,7 @@ def defer_reduction(microbatches: int) -> Iterator[None]:
         called.append(module)
         module.require_backward_grad_sync = False
 
-    hook = register_module_forward_pre_hook(look)
+    hook = register_module_forward_pre_hook(disable_sync)
     try:
         yield
     finally:
@@ -348,8 +348,8 @@ def _reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, mea
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(used, dist.ReduceOp.MAX, group)
     buckets: dict[Any, list[Tensor]] = {}  # by device and dtype
-    for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
-        if anywhere:
+    for parameter, has_grad in zip(parameters, used.tolist(), strict=True):
+        if has_grad:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = grad.to_dense() if grad.is_sparse else grad
             buckets.setdefault((grad.device, grad.dtype), []).append(parameter.grad)
@@ -445,8 +445,8 @@ class NativeScalerPP(ps.GradScaler):
             self.scale(output).backward()
             return
         pairs = [(output, grad)] if isinstance(output, Tensor) else list(zip(output, grad, strict=True))
-        tensors = [tensor for tensor, its in pairs if its is not None]
-        torch.autograd.backward(tensors, [its for _, its in pairs if its is not None])
+        tensors = [tensor for tensor, gradient in pairs if gradient is not None]
+        torch.autograd.backward(tensors, [gradient for _, gradient in pairs if gradient is not None])
 
     def __call__(
         self,
