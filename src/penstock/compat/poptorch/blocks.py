@@ -59,7 +59,7 @@ class BlockFunction(ps.BlockFunction):
 
 
 def BeginBlock(layer_to_call: F, user_id: str | int | None = None, ipu_id: int | None = None) -> F:
-    """Begin the block ``user_id`` (1 is "1") at each call of a module or function. A module is returned as it is."""
+    """Begin the block ``user_id`` (1 is "1") at each call of a module or function. Returns a module itself."""
     if isinstance(layer_to_call, nn.Module) and hooks.begin_block_of(layer_to_call) is not None:
         raise Error("module has already been assigned to a block.")
     if not callable(layer_to_call):

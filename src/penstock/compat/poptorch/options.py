@@ -153,7 +153,7 @@ class Group:
         return {**self.__dict__, "_is_frozen": False}  # a copy can be changed
 
     def toDict(self) -> dict[str, Any]:
-        """All values by name, those of groups in dicts of their own."""
+        """All values by name, with a nested dict for each group."""
         return {**self._values, **{name: group.toDict() for name, group in self._groups().items()}}
 
     def __repr__(self) -> str:

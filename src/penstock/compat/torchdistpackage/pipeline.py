@@ -48,8 +48,8 @@ def forward_backward(
     """Run one mini-batch; return the output of ``fwd_fn`` for the last micro-batch, detached.
 
     ``inputs``, a tensor or a list of tensors, are this rank's own inputs, split along dimension 0. ``fwd_fn`` gets the
-    output of the rank before (the items of a tuple one by one) followed by this rank's inputs: as a list, or alone if
-    it is one value. On the last rank ``fwd_fn`` returns the loss. Gradients of micro-batches are summed, not averaged.
+    output of the previous rank (or the items of a tuple) and this rank's inputs: a list, or the value if there is only
+    one. On the last rank ``fwd_fn`` returns the loss. Gradients of micro-batches are summed, not averaged.
     ``bwd_fn(output, grad)`` runs the backward, with None for ``grad`` on the last rank. With an ``optimizer``,
     gradients are zeroed first.
 
