@@ -2,7 +2,7 @@
 
 Entries are looked up when this module is imported, so that a call on the hot path costs no more than the API itself.
 If torch lacks an API, its entry is a fallback on the public API, or raises an error on use that names the torch
-version. APIs whose modules take long to import are looked up on first use.
+version. APIs in modules that are slow to import are looked up on first use.
 
 Private attributes of public classes (``Tensor._version``, ``nn.Module._buffers``) are read where they are needed.
 ``ATTRIBUTES`` lists them; importing this module checks that they exist.

@@ -106,7 +106,7 @@ class DistributedExecutor(Executor):
                 self.statistics = RunningStatistics(modules.values(), self.replicas.control.gather)
             if self.loss is not None:
                 self.loss.replicas = self.replicas
-        # Otherwise a rank that closes the pipeline at once would leave another one waiting for its gloo connection.
+        # Otherwise a rank that closes the pipeline at once would make another one wait for its gloo connection.
         rendezvous.gather({}, "until this pipeline is built by", limited=False)
         self.status.phase = NEXT_BATCH
 

@@ -29,7 +29,7 @@ _EXIT_WAIT = 10.0  # seconds that rank 0, which hosts the store, waits at exit f
 
 _threads = torch.get_num_threads()  # the default, to detect whether the user has changed it
 
-# The process group that ``init`` made, and its device.
+# The process group that ``init`` created, and its device.
 _group: weakref.ref[dist.ProcessGroup] | None = None
 _device: torch.device | None = None
 _joins = 0  # calls of ``_join``: the same number on every rank
@@ -95,7 +95,7 @@ def use_device(device: torch.device | str | None, *, made: bool) -> torch.device
     if device is None and _made_by_init():
         device = _device
     elif device is None and not made and "nccl" not in dist.get_backend():
-        device = "cpu"  # a user who started gloo alone wants the CPU
+        device = "cpu"  # the user has chosen gloo: use the CPU
     here = _device_here(device)
     if here.type == "cuda":
         torch.cuda.set_device(here)
@@ -201,7 +201,7 @@ def _leave() -> None:
 
 
 def _made_by_init() -> bool:
-    """Whether ``init`` made the present process group."""
+    """Whether ``init`` created the present process group."""
     return _group is not None and _group() is not None and _group() is dist.group.WORLD
 
 

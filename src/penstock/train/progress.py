@@ -43,8 +43,8 @@ def progress(
 ) -> Iterator[T]:
     """Iterate over ``loader`` while rank 0 shows step, loss, samples per second and the measured bubble of ``pipe``.
 
-    On a terminal this is a bar, else a line every few seconds. With ``every``, a line is printed every so many steps in
-    both cases. ``total`` is the number of steps if ``len(loader)`` does not give it. A summary line is printed at the
+    On a terminal this is a bar, else a line every few seconds. With ``every``, a line is printed after each ``every``
+    steps in both cases. ``total`` is the number of steps if the loader has no length. A summary line is printed at the
     end. All ranks run the same loop; only rank 0 prints. The bubble is the average over the ranks.
     """
     if every is not None and every < 1:

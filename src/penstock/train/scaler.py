@@ -38,9 +38,9 @@ class GradScaler:
         scaler.step(optimizer)           # on all ranks, or on none if any of them found an inf or a nan
         scaler.update()
 
-    Every rank makes a scaler with the same arguments and the same calls; a rank without parameters passes None as its
-    optimizer. Gradients may be accumulated over several steps, since only ``update`` changes the scale. The scale does
-    not fall below ``min_scale``; without one, a scale that has become too small is an error.
+    Every rank creates a scaler with the same arguments and makes the same calls. A rank without parameters passes None
+    as its optimizer. Gradients may be accumulated over several steps, because only ``update`` changes the scale. The
+    scale does not fall below ``min_scale``. Without ``min_scale``, a scale that becomes too small is an error.
     """
 
     def __init__(

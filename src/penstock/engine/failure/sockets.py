@@ -256,7 +256,7 @@ _process_ports: WeakKeyDictionary[Any, socket.socket] = WeakKeyDictionary()  # b
 
 
 def publish_process(store: Any, rank: int) -> None:
-    """Publish a port that is open while this process lives: see ``RankProcess``."""
+    """Publish a port that is open until this process ends: see ``RankProcess``."""
     port = _process_ports.get(store)
     if port is None or port.fileno() < 0:  # closed in a fork
         _, (host, _) = _gloo_device()
@@ -277,7 +277,7 @@ os.register_at_fork(after_in_child=close_process_ports)
 
 
 class RankProcess:
-    """The process of another rank, which keeps a port open while it lives. ``store`` is that of the process group."""
+    """The process of another rank, which keeps a port open until it ends. ``store`` is that of the process group."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self.rank = rank
@@ -344,7 +344,7 @@ def _new_sockets(make: Callable[[], T]) -> tuple[T, set[tuple[Address, Address |
 
 
 def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
-    """Duplicates of the TCP sockets of this process, with their addresses. Nobody can reuse a duplicate meanwhile."""
+    """The TCP sockets of this process with their addresses, as duplicates, which no other thread can close."""
     for name in os.listdir("/dev/fd"):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):

@@ -119,7 +119,7 @@ class Watch:
         """Set the seconds of waiting after which to report, and after which to fail; None: never."""
         self._limits.stuck_after, self._limits.timeout = stuck_after, timeout
         sockets.limit_store_silence(self._store, None if timeout is None else max(timeout, PUBLISH_SECONDS))
-        # The timeout of gloo is longer, so that the watch detects a hang first: gloo does not know which rank hangs.
+        # The timeout of gloo is longer, so that the watch detects a hang first: gloo cannot name the rank that hangs.
         self.sockets.timeout = timedelta(days=365) if timeout is None else timedelta(seconds=2 * timeout + 60)
 
     # ── around each call ─────────────────────────────────────────────────────────────────────────────────────
@@ -319,7 +319,7 @@ def _set_excepthook(watch: Watch, *, watching: bool) -> None:
         (_watches.add if watching else _watches.discard)(watch)
         if _watches and _previous_excepthook is None:
             _previous_excepthook, sys.excepthook = sys.excepthook, _on_uncaught_exception
-        # A hook that was installed later calls this one, which must stay then.
+        # A hook that was installed later calls this one, which must be kept then.
         elif not _watches and sys.excepthook is _on_uncaught_exception and _previous_excepthook is not None:
             sys.excepthook, _previous_excepthook = _previous_excepthook, None
 

@@ -187,7 +187,7 @@ class PackHook:
         start = int(tensor.storage_offset()) * width
         length = width + width * sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         begin, end = 0, storage.nbytes()
-        if end > 4 * length:  # copy a small part of a large storage alone; otherwise all views share one copy
+        if end > 4 * length:  # copy only a small part of a large storage; otherwise all views share one copy
             begin, end = start - start % _ALIGNMENT, start + length
         # Tensors with one base share a version counter, tensors with one storage may not: two parts of a storage may
         # have separate counters, and the same version although one of them is not yet written.

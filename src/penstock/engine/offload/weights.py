@@ -14,7 +14,7 @@ have no memory.
 
     program          0F0 0F1 │ 1F0 1F1 │ 2F0 2F1 │ 2B0 …
     stage 0          ███████ │         │         │            █ in use
-    stage 1          ▒▒▒▒▒▒▒ │ ███████ │         │            ▒ copy under way
+    stage 1          ▒▒▒▒▒▒▒ │ ███████ │         │            ▒ copy in progress
     stage 2                  │ ▒▒▒▒▒▒▒ │ ███████ │ ███
 
 ``pipe(x)`` with gradients copies all weights to the device, because its graph needs them until its backward. The first

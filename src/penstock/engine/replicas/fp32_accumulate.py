@@ -6,7 +6,7 @@
     ties, loss factor    in float32
     after the step       .grad = bf16(stashed gradient + sum)
 
-A step that fails leaves ``.grad`` as it was before.
+A failed step restores the earlier ``.grad``.
 """
 
 from __future__ import annotations

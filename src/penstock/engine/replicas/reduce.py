@@ -99,7 +99,7 @@ class GradReducer:
                 for parameter in self.stages[stage]:
                     if id(parameter) in sharded.parameters and id(parameter) not in got_grad:
                         parameter.grad = None
-            # Sparse gradients of embeddings stay sparse: their few rows are gathered as they are.
+            # Sparse gradients of embeddings stay sparse: replicas gather their rows.
             for parameter in (p for stage in sorted(self.stages) for p in self.stages[stage]):
                 if self.replicas is not None and id(parameter) in self.sparse and id(parameter) in got_grad:
                     grad = None if parameter.grad is None else parameter.grad.detach().cpu()

@@ -55,8 +55,8 @@ def make_recorder(module: nn.Module, shared: Iterable[Tensor] = (), *, defer: bo
     ``shared`` are parameters that stages in other threads use too. Without ``defer``, each backward computes all
     gradients.
     """
-    # DDP and FSDP process each gradient when autograd accumulates it, so nothing can be deferred. Not so in a stage
-    # that Pipeline parallelized: DDP's wrapper is removed, and FSDP's parameters are plain tensors during a step.
+    # DDP and FSDP process each gradient when autograd accumulates it, so nothing can be deferred. This does not apply
+    # to stages parallelized by Pipeline: DDP's wrapper is removed, and FSDP's parameters are plain tensors in a step.
     managed = any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules())
     if not defer or managed or any(is_dtensor(parameter) for parameter in module.parameters()):
         return WeightGradRecorder([], shared)

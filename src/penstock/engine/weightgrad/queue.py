@@ -112,7 +112,7 @@ class WeightGradQueue:
 
 @dataclass(slots=True, eq=False)
 class _RecordingContext(AbstractContextManager[None]):
-    """Made once per queue, entered once per micro-batch."""
+    """Created once per queue, entered once per micro-batch."""
 
     queue: WeightGradQueue
     entered: bool = False
@@ -144,7 +144,7 @@ class _RecordingContext(AbstractContextManager[None]):
 
 @dataclass(slots=True, eq=False)
 class _DeferringContext(AbstractContextManager[None]):
-    """Made once per queue, entered once per micro-batch."""
+    """Created once per queue, entered once per micro-batch."""
 
     queue: WeightGradQueue
     roots: Sequence[GradientEdge] = ()
