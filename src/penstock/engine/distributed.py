@@ -82,6 +82,7 @@ class DistributedExecutor(Executor):
         self.control = ControlChannel(control, self.ranks, self.status, self.wait_timer)
         self.replicas = self.connections.replicas("data")
         self.tensor_parallel = self.connections.replicas("tensor")
+        self.mesh_groups = [group for group in (self.replicas, self.tensor_parallel) if group is not None]
         endpoints = self.connections.endpoints(self.edges, self.placement, "", self.device)
         staged = endpoints
         if uses_nccl(self.device):
@@ -272,8 +273,7 @@ class DistributedExecutor(Executor):
         return total.to(value.device, torch.float64 if any(double for _, double in pairs) else value.dtype)
 
     def max_over_ranks(self, number: float) -> float:
-        groups = (self.replicas, self.tensor_parallel)
-        for control in (self.control, *(group.control for group in groups if group is not None)):
+        for control in (self.control, *(group.control for group in self.mesh_groups)):
             with control.in_call(NUMBER):
                 number = max(self.guarded(partial(control.gather, number)))
         return number
@@ -314,10 +314,9 @@ class DistributedExecutor(Executor):
         recorder.aligned.end = (recorder.elapsed(), offset)
         with self.control.in_call(TRACE):
             parts: list[T] = self.guarded(lambda: self.control.gather(part()))
-        for group in (self.tensor_parallel, self.replicas):  # sorted by replica, then by rank
-            if group is not None:
-                rows = self.guarded(partial(group.control.gather, parts))
-                parts = [one for row in rows for one in row]
+        for group in reversed(self.mesh_groups):  # the parts are sorted by replica, then by rank
+            rows = self.guarded(partial(group.control.gather, parts))
+            parts = [one for row in rows for one in row]
         return parts, None
 
     def _clock_offset(self, recorder: StepRecorder) -> Any:
@@ -388,9 +387,8 @@ class DistributedExecutor(Executor):
             self.reducer.begin()
         if self.loss is not None:
             self.loss.clear()
-        for group in (self.replicas, self.tensor_parallel):
-            if group is not None:
-                group.close()
+        for group in self.mesh_groups:
+            group.close()
         self.connections.close()
 
 
