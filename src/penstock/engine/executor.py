@@ -220,8 +220,7 @@ class Executor(ABC):
     ) -> tuple[list[T], str | None]:
         """After the recorder was removed: gather the ``part`` that each process has recorded.
 
-        ``error`` is the exception that ended the recording. The returned text is the reason why parts of other
-        processes are missing.
+        ``error`` is the exception that ended the recording. The returned text explains why other parts are missing.
         """
         return [part()], None
 
@@ -252,9 +251,8 @@ class Executor(ABC):
 class GradStash:
     """A context for a step. Adds the gradients of earlier steps to those of the step, or restores them if it fails.
 
-    ``stash_all``: gradients of earlier steps are removed from ``.grad`` during the step, because a loss that returns
-    counts rescales the gradients of the step. Those of tied parameters are always removed, because the gradients of the
-    step are summed over the copies.
+    ``stash_all``: ``.grad`` holds only gradients of the step, because a loss that returns counts rescales them. This is
+    always so for tied parameters, because the gradients of the step are summed over the copies.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, stash_all: bool, ties: Ties) -> None:
@@ -321,9 +319,7 @@ def apply_call(call: PipelineCall, inputs: list[Message]) -> Any:
 
 
 class _PipelineFunction(torch.autograd.Function):
-    """Its inputs are the tensors of the micro-batches that require a gradient, and the parameters. Its outputs are the
-    joined output tensors.
-    """
+    """Maps the micro-batches' tensors that require a gradient, and the parameters, to the joined output tensors."""
 
     @staticmethod
     def forward(ctx: Any, call: PipelineCall, inputs: list[Message], *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -133,8 +133,7 @@ def split_inputs(
     """The micro-batches of ``value`` on ``device``; tensors stay in the caller's graph.
 
     ``count(samples)`` returns the number of micro-batches, and ``variant(value)`` the kind of call of one of them.
-    ``grad`` is the grad mode of the forwards. With ``empty``, a mini-batch without samples is allowed and has no
-    micro-batches.
+    ``grad`` is the grad mode of the forwards. ``empty`` allows a mini-batch without samples and micro-batches.
     """
     if value is None:
         raise PlanError("there are no inputs: pass the arguments of the model")

@@ -122,8 +122,7 @@ def measure_clock_offset(
 ) -> ClockOffset:
     """This rank's offset from the first rank of the mesh. All ranks call it.
 
-    The ranks of a pipeline measure their offset from their first rank, which measures its offset from the first rank of
-    the first replica.
+    The ranks of a pipeline measure the offset from their first rank; the first ranks, from that of the first replica.
     """
     offset = _offset_in_group(pipe, clock)
     if data is not None:

@@ -3,9 +3,8 @@
 Each message begins with a row of numbers of fixed length, which names the sender's call of the pipeline. A rank in
 another call raises an error instead of misreading the message.
 
-Objects are pickled. A message cannot run code when it is unpickled: only known types are accepted, and only from
-modules that this process has imported already. Tensors and arrays are encoded by torch and NumPy, and loaded without
-pickles.
+Objects are pickled. A message cannot run code when it is unpickled: only known types of imported modules are accepted.
+Tensors and arrays are encoded by torch and NumPy, and loaded without pickles.
 """
 
 from __future__ import annotations

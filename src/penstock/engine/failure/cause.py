@@ -4,8 +4,7 @@
     ranks 1, 3      their channels with rank 2 break: they read the cause, close their channels, raise the same error
     all ranks       the watch of each rank reads the cause, and shuts down the connections that its rank waits for
 
-A killed process cannot publish a cause. The watch of the previous rank does it, when its connection to that process
-breaks.
+A killed process publishes no cause. The watch of the previous rank does it when its connection to the process breaks.
 """
 
 from __future__ import annotations

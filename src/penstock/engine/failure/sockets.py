@@ -289,9 +289,8 @@ class RankProcess:
         """Whether the process has published its port and has ended since."""
         if self._connection is None and self._reachable and self._store.check([self._key]):
             machine, host, port = read_value(self._store, self._key, (str, str, int)) or ("", "", 0)
-            same_machine = machine == socket.gethostname()
+            same_machine = machine == socket.gethostname()  # needed for a loopback address
             try:
-                # The loopback address of another machine would lead to this one.
                 if port and (same_machine or not ipaddress.ip_address(host).is_loopback):
                     self._connection = connect_liveness((host, port))
             except ConnectionRefusedError:

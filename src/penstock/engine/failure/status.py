@@ -220,8 +220,7 @@ class HangDetector:
     def check(self, snapshot: Snapshot, now: float, chain: Callable[[], WaitChain]) -> Cause | None:
         """Log a report if one is due; return a cause if the rank has waited longer than the timeout.
 
-        The chain is followed from half of the limit on: two snapshots are needed to detect that a rank makes no
-        progress.
+        The chain is followed from half of the limit on, because the detection of a wait needs two snapshots.
         """
         stuck_after, timeout, earliest = self.limits.stuck_after, self.limits.timeout, self.limits.earliest
         age = snapshot.age

@@ -384,8 +384,7 @@ class Rendezvous:
     def compare(self, config: Mapping[str, Any]) -> None:
         """Wait for all ranks; raise if one does not arrive, or if its configuration differs from the first rank's.
 
-        For a mapping in it, only a digest is compared first. If the digests differ, the error names the first
-        difference of the mappings.
+        Mappings in it are compared by digest. If two digests differ, the error names the first difference.
         """
         mappings = {name: value for name, value in config.items() if isinstance(value, Mapping)}
         digests = {name: digest(str(sorted(value.items()))) for name, value in mappings.items()}

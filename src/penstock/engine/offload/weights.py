@@ -207,8 +207,7 @@ class OffloadedParams:
     def end_run(self) -> None:
         """Wait for all copies, and make parameters and gradients host tensors again.
 
-        After a failed run, parameters may still be on the device. Its gradients are incomplete: those on the host are
-        kept.
+        After a failed run, parameters may still be on the device. Incomplete gradients are dropped for the host's.
         """
         try:
             if self._present:
