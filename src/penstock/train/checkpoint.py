@@ -188,8 +188,7 @@ class Checkpoints:
 
     After the first ``save``, SIGTERM (a preemption, the time limit of a SLURM job, a change of an elastic group) does
     not end the process. If any rank has received it, the next ``save`` writes a checkpoint on all ranks, and then ends
-    them with the exit code ``PREEMPTED``. A second SIGTERM ends the process at once. If the program has installed its
-    own handler, it is kept.
+    them with the exit code ``PREEMPTED``. A second SIGTERM ends the process at once. A program's own handler is kept.
     """
 
     def __init__(self, folder: str | Path, *, every: int = 1, keep: int | None = None) -> None:

@@ -53,9 +53,7 @@ def init(
     ``backend`` is NCCL for GPUs (and gloo for CPU tensors) if each process has its own GPU, else gloo. ``threads`` is
     torch's number of CPU threads, by default the value of OMP_NUM_THREADS or ``torch.set_num_threads``, or this
     process's share of the cores. ``timeout`` (seconds) is for joining and for torch's collectives. The group is
-    destroyed at exit.
-
-    If there is a process group already, it is kept: the call only sets the device, and ``threads`` if given.
+    destroyed at exit. An existing group is kept: the call then only sets the device, and ``threads`` if given.
     """
     if dist.is_initialized():
         if threads is not None:

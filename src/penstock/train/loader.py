@@ -296,8 +296,7 @@ class _Placement:
 
 
 def _placement(mesh: Mesh | None, pipe: Pipeline | None, everywhere: bool) -> _Placement:
-    """The placement of this process. With a mesh alone, the first and the last rank load: each may have the last stage.
-    """
+    """The placement of this process. With a mesh alone, first and last rank load: each may have the last stage."""
     if mesh is not None and pipe is not None and (pipe.mesh is None or mesh.sizes != pipe.mesh.sizes):
         raise PlanError(f"mesh and pipe disagree: {mesh!r}, but the pipeline is on {pipe.mesh!r}. Pass pipe alone")
     grid = mesh if pipe is None else pipe.mesh

@@ -134,10 +134,9 @@ def _check_name(name: str) -> None:
 
 
 def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
-    """All three sizes, in the order of the user's arguments.
+    """All three sizes, in the order of the user's arguments: the default order if it fits, else omitted ones first.
 
-    The order is the default one if that fits the arguments; otherwise omitted dimensions are first. -1 is replaced by
-    the world size divided by the other sizes.
+    -1 is replaced by the world size divided by the other sizes.
     """
     resolved = {name: 1 for name in DIMENSIONS if name not in sizes}
     if "pipe" in resolved and -1 not in sizes.values():

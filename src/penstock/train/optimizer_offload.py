@@ -209,8 +209,7 @@ class OffloadedOptimizer:
         """Move state that was created or loaded outside a step to the host.
 
         Torch creates state on the parameters' device. State of a parameter in host memory is first moved to the device
-        of its update, where the update would have created it, except the step count, which most optimizers keep on the
-        CPU.
+        of its update, as if created there, except the step count, which most optimizers keep on the CPU.
         """
         for group in self.optimizer.param_groups:
             on_device = group.get("capturable") or group.get("fused")

@@ -127,9 +127,8 @@ class Pipeline(PipelineState):
             first replica's weights. It returns a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel
             version of the stage, or None if it changed the stage in place. ``mesh["data"]`` and ``mesh["tensor"]`` are
             the device meshes for it.
-        timeout: after 60 seconds, a rank that waits for another one without progress logs the reason. After ``timeout``
-            seconds all ranks stop with an error, and a process that hangs in a step ends. A pair sets both; None
-            disables them.
+        timeout: a rank that waits for another one logs the reason after 60 seconds. After ``timeout`` seconds all ranks
+            raise an error, and a process that hangs in a step ends. A pair sets both; None disables them.
 
     See docs/training.md.
     """

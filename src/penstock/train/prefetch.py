@@ -152,8 +152,7 @@ def copy_batch(
     targets: torch.device | None,
     copy: Callable[[Tensor, torch.device], Tensor],
 ) -> Any:
-    """Copy the tensors of a batch: the parts of a pair ``(inputs, targets)`` to their devices, else all to one device.
-    """
+    """Copy the tensors of a batch: a pair ``(inputs, targets)`` to the device of each, else all to one device."""
 
     def to(device: torch.device | None) -> Callable[[Any], Any]:
         return lambda leaf: copy(leaf, device) if isinstance(leaf, Tensor) and device is not None else leaf
