@@ -1,8 +1,8 @@
 """Every private torch API that Penstock uses.
 
 Entries are looked up when this module is imported, so that a call on the hot path costs no more than the API itself.
-Where torch lacks an API, its entry is a fallback on public API, or raises on use an error that names the torch version.
-APIs whose modules take long to import are looked up on first use.
+If torch lacks an API, its entry is a fallback on the public API, or raises an error on use that names the torch
+version. APIs in modules that are slow to import are looked up on first use.
 
 Private attributes of public classes (``Tensor._version``, ``nn.Module._buffers``) are read where they are needed.
 ``ATTRIBUTES`` lists them; importing this module checks that they exist.
@@ -42,7 +42,7 @@ def _error(name: str) -> PenstockError:
 
 
 def _find(path: str, fallback: Any = None) -> Any:
-    """The object at a dotted path in torch. Without it: ``fallback``, or else a function that raises."""
+    """The object at a dotted path in torch. If there is none: ``fallback``, or a callable that raises."""
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -53,7 +53,7 @@ def _find(path: str, fallback: Any = None) -> Any:
 
 def _raising(name: str) -> Any:
     class Missing:
-        """Stands for a function or a class: calling it, or making an instance of a subclass, raises."""
+        """Replaces a missing function or class. Calls and the construction of subclasses raise."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
             raise _error(name)
@@ -63,29 +63,29 @@ def _raising(name: str) -> Any:
 
 # ── autograd ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# ``torch.set_grad_enabled`` costs six times as much, for the object that it makes.
+# ``torch.set_grad_enabled`` takes six times as long, because it creates a context manager.
 set_grad_enabled: Callable[[bool], Any] = _find("_C._set_grad_enabled", torch.set_grad_enabled)
 
 
 # Autograd's engine without the argument checks of ``torch.autograd.backward``, which cost as much as a small backward.
 run_backward: Callable[..., Any] = _find("autograd.Variable._execution_engine.run_backward")
 
-# Calls a function at the end of the backward that is running.
+# Calls a function at the end of the running backward.
 queue_callback: Callable[[Callable[[], None]], None] = _find("autograd.Variable._execution_engine.queue_callback")
 
-# The number of the backward that is running, the same in all of autograd's threads. Numbers that never repeat say that
-# two calls are never in one backward: weight gradients that device threads compute are then not deferred.
+# The id of the running backward, the same in all autograd threads. The fallback returns a new number for each call, so
+# that no two calls seem to be in one backward. Weight gradients that device threads compute are then not deferred.
 current_graph_task: Callable[[], int] = _find("_C._current_graph_task_id", itertools.count().__next__)
 
-# Whether the backward that is running was called with ``retain_graph``. If unknown, graphs are kept.
+# Whether the running backward was called with ``retain_graph``. If unknown, graphs are kept.
 graph_task_keeps_graph: Callable[[], bool] = _find("_C._autograd._get_current_graph_task_keep_graph", lambda: True)
 
-# The innermost saved-tensor hooks, or None. If unknown there may always be some: then nothing is deferred.
+# The innermost saved-tensor hooks, or None. The fallback always returns hooks: nothing is deferred then.
 top_saved_tensors_hooks: Callable[[bool], Any] = _find(
     "_C._autograd._top_saved_tensors_default_hooks", lambda _: (None, None)
 )
 
-# The class of autograd nodes that are written in Python.
+# The base class of autograd nodes implemented in Python.
 PythonNode: Any = _find("_C._FunctionBase", torch.autograd.function.BackwardCFunction)
 
 
@@ -99,7 +99,7 @@ def unchecked_apply(function: type[Function]) -> Callable[..., Tensor]:
 
 
 def raw_saved_tensors(node: Any) -> list[Tensor]:
-    """The tensors that an autograd node has saved, without calling unpack hooks; none where torch does not tell."""
+    """The tensors that an autograd node has saved, without unpack hooks. Empty if torch does not expose them."""
     found: list[Any] = []
     for name in dir(node):
         if name.startswith("_raw_saved"):
@@ -110,7 +110,7 @@ def raw_saved_tensors(node: Any) -> list[Tensor]:
 
 
 def saved_value(node: Any, name: str) -> Any:
-    """A value that an autograd node has saved for its backward; None where it has none, or torch does not show it."""
+    """A value that an autograd node has saved for its backward. None if torch does not expose it."""
     return getattr(node, f"_saved_{name}", None)
 
 
@@ -122,16 +122,16 @@ def output_shape(node: Any) -> tuple[int, ...] | None:
 
 # ── dispatch and modes ───────────────────────────────────────────────────────────────────────────────────────────────
 
-try:  # the base class of modes that see every operator
+try:  # the base class of modes that intercept every operator
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 except ImportError:
     TorchDispatchMode = _raising("torch.utils._python_dispatch.TorchDispatchMode")  # type: ignore[misc]
 
-# Leave ``__torch_function__`` out: of subclasses and modes, and of subclasses alone.
+# Disable ``__torch_function__``: of subclasses and modes, and of subclasses only.
 DisableTorchFunction: Any = _find("_C.DisableTorchFunction")
 DisableTorchFunctionSubclass: Any = _find("_C.DisableTorchFunctionSubclass")
 
-# Both are asked for each op of a forward. If unknown, the answer is yes: ops then take the plain path.
+# Both are called for each op of a forward. The fallbacks return True: ops then take the plain path.
 functorch_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", lambda: True)
 any_autocast_enabled: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
 
@@ -144,18 +144,18 @@ except ImportError:
 
 
 def profiler_enabled() -> bool:
-    """Whether torch's profiler is on; if unknown it is off, and its traces lack the names of actions."""
+    """Whether torch's profiler is active. If unknown: False, and its traces lack the names of actions."""
     return bool(getattr(profiler, "_is_profiler_enabled", False))
 
 
 def profile_all_threads() -> Any:
-    """The ``experimental_config`` with which the profiler sees all threads; None, its default, without one."""
+    """An ``experimental_config`` with which the profiler records all threads; None if torch has no such option."""
     config = _find("_C._profiler._ExperimentalConfig", lambda **_: None)
     return config(profile_all_threads=True)
 
 
 def fake_tensor_mode() -> FakeTensorMode:
-    """A mode whose tensors have shapes and no memory. Meta tensors would not do: they forget their device."""
+    """A mode whose tensors have a shape but no memory. Unlike meta tensors, they keep their device."""
     try:
         return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-any-return]
     except (ImportError, AttributeError):
@@ -168,7 +168,7 @@ def is_fake_tensor(tensor: Any) -> bool:
 
 @contextmanager
 def unlogged_fake_tensor_errors() -> Iterator[None]:
-    """torch logs each operator that fake tensors cannot compute, also where the caller has another way."""
+    """Suppress torch's log of operators that fake tensors cannot compute, for callers that have a fallback."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -180,7 +180,7 @@ def unlogged_fake_tensor_errors() -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute, where it exists."""
+    """Replace an attribute if it exists."""
     original = getattr(owner, name, None)
     try:
         if original is not None:
@@ -192,14 +192,14 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def unchecked_data() -> AbstractContextManager[None]:
-    """Leave out ``torch._check_tensor_all``: an assertion about data, which fake tensors do not have."""
+    """Disable ``torch._check_tensor_all``, an assertion about data, which fake tensors do not have."""
     return _replaced(torch, "_check_tensor_all_with", lambda *_: None)
 
 
 def replaced_checkpoint(around: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
-    """Let ``checkpoint(function, …, use_reentrant=False)`` call its function in ``around()`` and do nothing else.
+    """Make ``checkpoint(function, …, use_reentrant=False)`` only call its function, within ``around()``.
 
-    Without torch's generator, checkpoints run as they are.
+    If torch lacks the generator that is replaced, checkpoints run unchanged.
     """
 
     def generator(*_: Any, **__: Any) -> Iterator[None]:
@@ -211,7 +211,7 @@ def replaced_checkpoint(around: Callable[[], AbstractContextManager[None]]) -> A
 
 # ── tensors and operators ────────────────────────────────────────────────────────────────────────────────────────────
 
-# The same memory as a tensor that is no view: it may be changed in place where a view may not.
+# Returns a tensor on the same memory that is not a view: it may be changed in place where a view may not.
 unsafe_view: Callable[..., Tensor] = _find("ops.aten._unsafe_view.default")
 
 # The CUDA kernels of RMSNorm; None where its weight gradient is left to autograd.
@@ -220,14 +220,14 @@ fused_rms_norm_backward: Any = getattr(getattr(torch.ops.aten, "_fused_rms_norm_
 
 
 def storage_id(tensor: Tensor) -> int:
-    """The identity of a tensor's storage, which is also one where it has no memory."""
+    """The identity of a tensor's storage, also of a storage without memory."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except AttributeError:
         raise _error("UntypedStorage._cdata") from None
 
 
-# One kernel for many gradients: multiplies them, and looks for values that are not finite.
+# One kernel for many gradients: multiplies them, and detects values that are not finite.
 foreach_unscale_: Callable[..., None] = _find("_amp_foreach_non_finite_check_and_unscale_")
 
 
@@ -253,7 +253,7 @@ def has_global_module_hooks() -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile runs this module: its backward is compiled, too."""
+    """Whether torch.compile runs this module. Its backward is then compiled too."""
     dynamo = sys.modules.get("torch._dynamo")  # imported only by a program that compiles
     return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
@@ -272,10 +272,10 @@ def gloo_options() -> Any:
 
 
 def abort_gloo_work(work: Any) -> None:
-    """Make the wait for a send or a receive of gloo return False, in any thread. Other works are left alone.
+    """Make the wait for a send or a receive of gloo return False, in any thread. No effect on other works.
 
-    torch has this method in C++ alone. An object of pybind11 holds the address of its C++ object, whose first word is
-    the address of the methods of its class: they tell a send or a receive from everything else.
+    torch exposes this method in C++ only. A pybind11 object holds the address of its C++ object, whose first word is
+    the address of the virtual table of its class. The virtual table identifies a send or a receive.
     """
     if not isinstance(work, dist.Work):
         return
@@ -293,7 +293,7 @@ def abort_gloo_work(work: Any) -> None:
 
 
 def process_groups() -> list[tuple[dist.ProcessGroup, str]]:
-    """All process groups that torch knows of, with their backends' names; none where it does not tell."""
+    """All process groups of this process and the names of their backends. Empty if torch does not expose them."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return [(group, backend) for group, (backend, _) in list(world.pg_map.items())] if world is not None else []
 
@@ -306,7 +306,7 @@ def nccl_backend(group: dist.ProcessGroup) -> Any:
 
 
 def stored_chunk(file: str, offset: int, length: int) -> Any:
-    """Where ``torch.distributed.checkpoint`` finds a tensor, or a chunk of one, in its files."""
+    """The location of a tensor, or of a chunk of one, in the files of ``torch.distributed.checkpoint``."""
     try:
         from torch.distributed.checkpoint.filesystem import _StorageInfo
     except ImportError:
@@ -315,7 +315,7 @@ def stored_chunk(file: str, offset: int, length: int) -> Any:
 
 
 def ddp_comm_hooks(wrapper: nn.parallel.DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """The communication hooks that were registered on a DDP module: its own list, to which one may be added later."""
+    """The communication hooks of a DDP module, as its own list: a hook that is registered later appears in it."""
     hooks: list[tuple[Callable[..., Any], object]] | None = getattr(wrapper, "_comm_hooks", None)
     if hooks is None:
         raise _error("DistributedDataParallel._comm_hooks")
@@ -323,13 +323,13 @@ def ddp_comm_hooks(wrapper: nn.parallel.DistributedDataParallel) -> list[tuple[C
 
 
 def ddp_builtin_hook(wrapper: nn.parallel.DistributedDataParallel) -> str | None:
-    """The name of a communication hook in C++ that was registered on a DDP module."""
+    """The name of the built-in (C++) communication hook of a DDP module, if one is registered."""
     read = getattr(wrapper, "_get_ddp_logging_data", None)
     return read().get("comm_hook") or None if read is not None else None
 
 
 def composable_registry(module: nn.Module) -> Any:
-    """Which of torch's composable APIs (``replicate``, ``fully_shard``) were called on a module; none if unknown."""
+    """The composable APIs (``replicate``, ``fully_shard``) that were applied to a module. Empty if unknown."""
     try:
         contract = importlib.import_module("torch.distributed._composable.contract")
         return contract._get_registry(module) or ()
@@ -347,7 +347,7 @@ def fsdp_state(module: Any) -> Any:
 
 
 def fsdp_param_groups(state: Any) -> list[Any]:
-    """The parameter groups of an FSDP2 state; before torch 2.12 it had one at most."""
+    """The parameter groups of an FSDP2 state. Before torch 2.12 a state had at most one."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

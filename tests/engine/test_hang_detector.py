@@ -53,9 +53,9 @@ def test_one_rank_waits_for_one_that_works() -> None:
 
 
 def test_a_chain_is_followed_to_its_end() -> None:
-    snapshots = {0: WORKS, 1: waits(0, what="for 1RECV_F1 from"), 2: waits(1, what="until 2SEND_B0 is taken by")}
+    snapshots = {0: WORKS, 1: waits(0, what="for 1RECV_F1 from"), 2: waits(1, what="until 2SEND_B0 is received by")}
     assert chain_of(snapshots, 2)[0] == (
-        "rank 2 waits until 2SEND_B0 is taken by rank 1, which waits for 1RECV_F1 from rank 0, "
+        "rank 2 waits until 2SEND_B0 is received by rank 1, which waits for 1RECV_F1 from rank 0, "
         "which has been in 0F1 for 31 s"
     )
 
@@ -175,7 +175,7 @@ def runner_at(instruction: Instruction) -> Runner:
         (Instruction("F", 1, 3), "has been in 1F3 for 0 s"),
         (Instruction("RECV_F", 1, 3, 0), "waits for 1RECV_F3 from rank 10"),
         (Instruction("RECV_B", 1, 3, 2), "waits for 1RECV_B3 from rank 12"),
-        (Instruction("SENT_F", 1, 3, 2), "waits until 1SEND_F3 is taken by rank 12"),
+        (Instruction("SENT_F", 1, 3, 2), "waits until 1SEND_F3 is received by rank 12"),
         (Instruction("SEND_F", 1, 3, 2), "has been in 1SEND_F3 for 0 s"),
     ],
 )

@@ -134,7 +134,8 @@ def test_a_module_that_begins_to_change_its_input_is_told_of_and_runs_again() ->
     module.first = lambda value: value.mul_(2)
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad") as caught:
         engine.forward(0, message_of(x), slot)
-    assert caught.value.__notes__ == ["the stage changes its input in place, and did not before: run the step again"]
+    note = "the stage changed its input in place, but not in earlier forwards: run the step again"
+    assert caught.value.__notes__ == [note]
     assert current_microbatch() is None
     for _ in range(2):
         output, gradient = pair(engine, slot, x)

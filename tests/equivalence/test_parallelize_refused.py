@@ -104,7 +104,7 @@ REFUSED: list[tuple[Any, dict[str, int], dict[str, Any], str]] = [
     (fsdp_over_tensor, TENSOR, {}, r'fully_shard is over ranks.*pass mesh=mesh\["data"\]'),
     (tensor_over_data, DATA, {}, r'is distributed over ranks.*use mesh\["tensor"\]'),
     (wrap_in_module, DATA, {}, r"it has inner\..* in the place of .*weight.*stay those of the model"),
-    (return_a_string, DATA, {}, "parallelize gave a str for stage"),
+    (return_a_string, DATA, {}, "parallelize returned a str for stage"),
     (fail_on_rank_1, DATA, {}, "no such layer"),
     (composable_replicate, DATA, {}, "replicate.* leave that out"),
     (composable_ddp_replicate, DATA, {}, "replicate.* leave that out"),
@@ -163,7 +163,7 @@ def test_tied_parameters_need_equal_layouts(four_ranks: Ranks) -> None:
 
 def test_tied_stages_of_one_process_cannot_be_sharded(four_ranks: Ranks) -> None:
     for found in four_ranks.check(local_ties_error, fsdp):
-        assert "were one parameter, and parallelize has made several of it" in found
+        assert "were one parameter, but parallelize has replaced it by several" in found
 
 
 def sharded_output_error(rank: int) -> str:

@@ -195,13 +195,13 @@ def one_leaves(rank: int, caught: bool) -> Any:
 
 def test_a_rank_that_leaves_its_trace_by_an_error_is_not_waited_for(two: Ranks) -> None:
     (first, again), (second, other) = two.check(one_leaves, True)
-    assert first.missing == "rank 1 left it by an error"
-    assert second.missing == "rank 1 left it by Accident: here"
+    assert first.missing == "rank 1 left the trace by an error"
+    assert second.missing == "rank 1 left the trace by Accident: here"
     for rank, trace in enumerate((first, second)):
         assert [track.rank for track in trace.tracks] == [rank]
         assert len(trace.steps) == 1
         assert len(trace.table()) == 8
-        assert "one rank's part only: rank 1 left it" in str(trace)
+        assert "one rank's part only: rank 1 left the trace" in str(trace)
         with pytest.raises(ps.PlanError, match=r"no forward of stages \[\d\], for it has one rank's part only"):
             trace.costs()
     assert again == other
@@ -246,7 +246,7 @@ def test_a_step_that_fails_in_it(two: Ranks) -> None:
     for rank, (error, trace) in enumerate(two.check(step_fails)):
         assert "an accident" in error
         assert [step.failed for step in trace.steps] == [False, True]
-        assert f"rank {rank} left it by PipelineError" in trace.missing
+        assert f"rank {rank} left the trace by PipelineError" in trace.missing
         assert len(trace.table()) >= 8
     assert [str(d.action) for d in trace.steps[1].parts[0].actions] == ["1F0", "1F1"]
 
@@ -277,7 +277,7 @@ def closed_in_it(rank: int) -> Any:
 
 def test_a_pipeline_that_is_closed_in_it(two: Ranks) -> None:
     for trace in two.check(closed_in_it):
-        assert trace.missing == "the pipeline was closed in it"
+        assert trace.missing == "the pipeline was closed in the trace"
         assert len(trace.steps) == 1
 
 

@@ -319,8 +319,8 @@ def test_a_checkpoint_of_something_else_is_refused_with_the_names_that_differ(tm
     cases: list[tuple[Any, str]] = [
         (lambda: ps.load(tmp_path, mlp(depth=5)), r"it lacks 4\.bias, 4\.weight and has nothing"),
         (lambda: ps.load(tmp_path, mlp(depth=3)), r"it lacks nothing and has 3\.bias, 3\.weight"),
-        (lambda: ps.load(tmp_path, mlp(width=5)), r"0\.weight has the shape \(4, 4\) there and \(5, 5\) here"),
-        (lambda: ps.load(tmp_path, model, torch.optim.SGD(model.parameters())), "the state of Adam, and was given SGD"),
+        (lambda: ps.load(tmp_path, mlp(width=5)), r"0\.weight has the shape \(4, 4\) in it and \(5, 5\) here"),
+        (lambda: ps.load(tmp_path, model, torch.optim.SGD(model.parameters())), "the state of Adam, but .* is SGD"),
         (lambda: ps.load(tmp_path, model, scheduler=optimizer), "has no state of scheduler: it has none"),
         (lambda: ps.load(tmp_path / "no", model), "there is no checkpoint at"),
     ]
@@ -328,13 +328,13 @@ def test_a_checkpoint_of_something_else_is_refused_with_the_names_that_differ(tm
         with pytest.raises(ps.CheckpointError, match=message):
             call()
     groups = [{"params": [model[0].weight]}, {"params": [p for p in model.parameters() if p is not model[0].weight]}]
-    with pytest.raises(ps.CheckpointError, match="has 1 parameter groups, and was given 2"):
+    with pytest.raises(ps.CheckpointError, match="has 1 parameter groups, but the given one has 2"):
         ps.load(tmp_path, model, torch.optim.Adam(groups))
     for wrong, message in (
         (lambda: ps.save(tmp_path, model, torch.optim.Adam(mlp().parameters())), "is not one of the pipeline's"),
         (lambda: ps.save(tmp_path, model, torch.optim.LBFGS(model.parameters())), "LBFGS keeps one state"),
         (lambda: ps.save(tmp_path, model, loader=3), "loader is a int without state_dict"),
-        (lambda: ps.save(tmp_path, 3), "a checkpoint is of a ps.Pipeline or an nn.Module"),
+        (lambda: ps.save(tmp_path, 3), "a checkpoint stores a ps.Pipeline or an nn.Module"),
         (lambda: ps.Checkpoints(tmp_path, every=0), "every is a number from 1 up"),
     ):
         with pytest.raises(ps.PlanError, match=message):

@@ -322,7 +322,7 @@ def test_wrong_arguments_and_variables(bare: pytest.MonkeyPatch) -> None:
         with pytest.raises(ps.PlanError, match=message):
             ps.init(device)
     bare.setenv("RANK", "1")
-    with pytest.raises(ps.PlanError, match="RANK is 1, but WORLD_SIZE says that there are 1"):
+    with pytest.raises(ps.PlanError, match="RANK is 1, but WORLD_SIZE is 1"):
         ps.init()
 
 

@@ -149,7 +149,7 @@ def test_emptying_leaves_the_batch_alone() -> None:
 
 def test_an_object_that_has_no_empty_form_is_named() -> None:
     loader = ps.DataLoader(range(3), 2, mesh=FakeMesh(2, 1), collate_fn=lambda samples: {"s": set(samples)})
-    with pytest.raises(ps.PlanError, match=r"no samples of the last mini-batch, and of a set .* drop_last=True"):
+    with pytest.raises(ps.PlanError, match=r"no samples of the last mini-batch, .* an empty set: .* drop_last=True"):
         list(loader)
 
 
@@ -404,7 +404,7 @@ def test_refused() -> None:
         (range(9), None, {}, "batch_size must be a number of samples"),
         (range(9), True, {}, "got True"),
         (range(9), 2.0, {}, r"got 2\.0"),
-        (range(9), 3, {"mesh": FakeMesh(4)}, r"batch_size=3 is that of 4 data replicas.*at least 4"),
+        (range(9), 3, {"mesh": FakeMesh(4)}, r"batch_size=3 is too small for 4 replicas.*at least 4"),
         (range(9), 3, {"batch_sampler": [[1]]}, "leave out batch_size and drop_last"),
         (range(9), None, {"batch_sampler": [[1]], "drop_last": True}, "leave out batch_size and drop_last"),
         (range(9), 3, {"shuffle": True, "sampler": range(9)}, "pass one of them"),

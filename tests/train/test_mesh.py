@@ -98,7 +98,7 @@ def wrong_sizes(rank: int) -> None:
         ps.Mesh(data=-1, pipe=-1)
     wrong: Any
     for wrong in (0, -2, 1.5, True, "4", None):
-        with refused(f"pipe must be a number of processes, or -1 for what is left, got {wrong!r}"):
+        with refused(f"pipe must be a number of processes, or -1 for the rest, got {wrong!r}"):
             ps.Mesh(pipe=wrong)
     with refused("a mesh has no dimension 'pipes': the dimensions are data, pipe, tensor"):
         ps.Mesh(pipes=4)

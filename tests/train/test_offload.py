@@ -640,7 +640,7 @@ def test_an_optimizer_is_offloaded_once_and_first() -> None:
         offload_optimizer(optimizer, Offload())
     late = torch.optim.AdamW(model().parameters())
     torch.optim.lr_scheduler.StepLR(late, 1)
-    with pytest.raises(PlanError, match="then make its LR scheduler"):
+    with pytest.raises(PlanError, match="then create its LR scheduler"):
         offload_optimizer(late, Offload())
     with pytest.raises(PlanError, match="differentiable=True"):
         offload_optimizer(torch.optim.Adam(model().parameters(), differentiable=True), Offload())

@@ -341,7 +341,7 @@ def test_numbers_that_cannot_be() -> None:
 
 
 def test_a_state_of_a_scaler_that_was_switched_off() -> None:
-    with pytest.raises(PlanError, match="disabled one saves nothing"):
+    with pytest.raises(PlanError, match="disabled GradScaler saves nothing"):
         GradScaler(Alone()).load_state_dict({})
 
 

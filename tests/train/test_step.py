@@ -514,7 +514,7 @@ BAD: dict[str, tuple[Any, Any, str]] = {
     "inside the targets": (batch(8), (batch(8), batch(6)), r"targets disagree.*\[8, 6\]"),
     "empty": (batch(0), batch(0), r"empty"),
     "empty inside": ((batch(0), batch(0)), batch(0), r"empty"),
-    "arrays": (batch().numpy(), batch(), r"inputs are NumPy arrays.*give tensors"),
+    "arrays": (batch().numpy(), batch(), r"inputs are NumPy arrays.*pass tensors"),
     "arrays as targets": (batch(), batch().numpy(), r"targets are NumPy arrays"),
 }
 
@@ -574,7 +574,7 @@ def test_tensors_hidden_in_an_object_do_not_cross() -> None:
             return super().forward(box.value)
 
     plan = ps.split(nn.Sequential(Wraps(4, 4), Unwraps(4, 4)), stages=2)
-    says = r"stage 0 gives a Box with a tensor in it \(value\)"
+    says = r"stage 0 returns a Box with a tensor in it \(value\)"
     with ps.Pipeline(plan, F.mse_loss, devices="cpu") as pipe, pytest.raises(ps.PlanError, match=says):
         pipe.step(batch(), batch())
 

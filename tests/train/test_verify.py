@@ -170,7 +170,7 @@ def test_a_model_that_changes_its_parameters_is_left_as_it_was() -> None:
 
 def test_a_pipeline_is_no_module() -> None:
     with ps.Pipeline(ps.split(nn.Sequential(nn.Linear(4, 4)), stages=1)) as pipe:
-        with pytest.raises(AttributeError, match=r"'modules'.*no nn.Module.*pipe\.step.*ps\.save\(path, pipe"):
+        with pytest.raises(AttributeError, match=r"'modules'.*not an nn.Module.*pipe\.step.*ps\.save\(path, pipe"):
             pipe.modules()
         with pytest.raises(AttributeError, match=r"no attribute 'unknown'$"):
             _ = pipe.unknown

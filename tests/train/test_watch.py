@@ -655,7 +655,7 @@ def test_in_lockstep_a_thread_waits_until_its_messages_are_taken(caplog: pytest.
     with caplog.at_level(logging.WARNING, "penstock"), local(3.0, timeout=(0.8, 1800.0)) as pipe:
         pipe.lockstep = True
         pipe.evaluate(batch(), batch())
-    says = r"rank 0 waits until 0SEND_F2 is taken by rank 1, which has been in 1F1 for \d+ s .*"
+    says = r"rank 0 waits until 0SEND_F2 is received by rank 1, which has been in 1F1 for \d+ s .*"
     assert any(re.fullmatch(says, line) for line in caplog.messages), caplog.messages
 
 

@@ -75,12 +75,12 @@ def publish(package: str, names: Mapping[str, Any], modules: Mapping[str, str]) 
         public = [entry for entry in listed.split() if not entry.startswith("__")]
         module.__dict__.update({entry: names[entry] for entry in listed.split()}, __path__=[], __all__=public)
         sys.modules[name] = module
-        sys.modules[parent].__dict__.setdefault(child, module)  # a function of the same name stays
+        sys.modules[parent].__dict__.setdefault(child, module)  # a function of the same name is kept
 
 
 @contextmanager
 def unwrap_local_errors() -> Iterator[None]:
-    """Re-raise an exception of this rank's own code as it is; failures of other ranks stay ``PipelineError``."""
+    """Re-raise exceptions of this rank's code unchanged. Failures of other ranks are raised as ``PipelineError``."""
     try:
         yield
     except PipelineError as error:

@@ -31,7 +31,7 @@ install({system!r})
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Install the systems named before ``--``, and run the program after it as Python would."""
+    """Install the systems named before ``--``, and run the program named after it like Python."""
     separator = arguments.index("--") if "--" in arguments else len(arguments)
     systems, program = list(arguments[:separator]), list(arguments[separator + 1 :])
     if not systems or not program or program == ["-m"]:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         if program[0] == "-m":
             sys.argv, sys.path[0] = program[1:], os.getcwd()
             name, module = program[1], sys.modules.get(program[1])
-            if module is not None and not hasattr(module, "__path__"):  # a module of ours becomes the main program
+            if module is not None and not hasattr(module, "__path__"):  # a module of the facade is the main program
                 del sys.modules[name], sys.modules[module.__name__]
                 name = module.__name__
             runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""The package that came with torchgpipe 0.0.2; in 0.0.7 it is ``torchgpipe.balance``."""
+"""The package of torchgpipe 0.0.2 that is ``torchgpipe.balance`` in 0.0.7."""
 
 from penstock.compat.torchgpipe.balance import balance_by_size, balance_by_time
 

@@ -1,4 +1,4 @@
-"""How a rank is connected with the others: its process groups, and the programs compiled over their channels."""
+"""The process groups of a rank, and its programs, compiled over the channels of these groups."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ Endpoints = dict[tuple[int, int, str], Endpoint]  # by sending rank, receiving r
 
 
 class MeshCoordinates(Protocol):
-    """The place of this process in a mesh."""
-
     rank: int  # in the world
     world_ranks: tuple[int, ...]
     data_rank: int
@@ -58,7 +56,7 @@ class Connections:
         return group
 
     def replicas(self, dimension: str) -> ReplicaGroup | None:
-        """The processes that differ from this one in a dimension of the mesh, if there are any."""
+        """The processes along a dimension of the mesh; None if this process is the only one."""
         mesh = self.mesh
         ranks = mesh.ranks(dimension)
         if len(ranks) == 1:
@@ -75,14 +73,14 @@ class Connections:
         return ReplicaGroup(ranks, mesh.rank, numbers, groups[-1], self.status, self.wait_timer)
 
     def endpoints(self, edges: Sequence[Edge], placement: Sequence[int], name: str, device: torch.device) -> Endpoints:
-        """A group of two for every peer and direction in which this rank sends or receives."""
+        """A group of two ranks for every peer and direction in which this rank sends or receives."""
         wanted = set()
         for src, dst in edges:
             a, b = placement[src], placement[dst]
             if a != b:
                 wanted |= {(a, b, "F"), (b, a, "B")}
         endpoints = {}
-        for a, b, direction in sorted(wanted):  # both ends make their groups in the same order
+        for a, b, direction in sorted(wanted):  # both ends create their groups in the same order
             if self.rank in (a, b):
                 peer = self.ranks[b if self.rank == a else a]
                 group = self.group(f"{name}{a}>{b}{direction}", (a, b), device)
@@ -92,7 +90,7 @@ class Connections:
         return endpoints
 
     def close(self) -> None:
-        """Leave all groups, after everything else has dropped its references to them."""
+        """Close all groups. Other references to them must have been dropped before."""
         abort_nccl([group for group in self.groups if group.name() == "nccl"])
         self.groups.clear()  # gloo closes its connections with its last reference
 
@@ -108,12 +106,12 @@ class RankProgram:
 
 @dataclass
 class ProgramCache:
-    """This rank's compiled programs, one for each kind of mini-batch, made when it comes for the first time.
+    """This rank's compiled programs, one for each kind of mini-batch, compiled on its first use.
 
-    The first step of a kind runs over the ``staged`` endpoints. It loads kernels, which a GPU may delay until no other
-    kernel is running; and a receive of NCCL is a kernel that runs until its message has come. So no NCCL operation may
-    be in flight then: messages are staged through the host. In a ``dynamic`` pipeline, a kind of mini-batch is its
-    number of micro-batches, and headers always go over the staged endpoints.
+    The first step of a kind runs over the ``staged`` endpoints. It loads kernels, and a GPU may delay the load until no
+    other kernel is running. A receive of NCCL is a kernel that runs until its message has arrived. So no NCCL operation
+    may be in flight during the first step, and messages are staged through the host. In a ``dynamic`` pipeline, the
+    kind of a mini-batch is its number of micro-batches, and headers are always sent over the staged endpoints.
     """
 
     edges: Sequence[Edge]
@@ -130,7 +128,7 @@ class ProgramCache:
     def __post_init__(self) -> None:
         self._loaded: LRUCache[Hashable, bool] = LRUCache(MAX_KINDS)
         self._compiled: LRUCache[Hashable, RankProgram] = LRUCache(16)  # compiled programs are larger than headers
-        self._first: RankProgram | None = None  # of a first step, used once
+        self._first: RankProgram | None = None  # the program of a first step, used once
         self._programs: dict[tuple[int, bool, bool], LoweredProgram] = {}
 
     def get(self, header: StepHeader) -> RankProgram:
@@ -175,7 +173,7 @@ class ProgramCache:
                     backward[dst, src] = BackwardChannel(endpoints[b, a, "B"], metas, present)
         loss = self.stages[max(self.stages)].loss
         io = PipelineIO(seed=None if loss is None else loss.seed)
-        # Gradients of weights that live on the host leave the device with them: no reduction may be in flight then.
+        # Gradients of offloaded weights are copied to the host with them: no reduction may be in flight then.
         moving = any(stage.weights is not None for stage in self.stages.values())
         reduce = None if self.reducer is None or moving else self.reducer.ready
         bindings = Bindings(self.stages, make_slots(program, self.stages), forward, backward, io, reduce)

@@ -1,4 +1,4 @@
-"""One rank per process: channels over torch.distributed, a protocol for each step, failures that reach all ranks."""
+"""One rank per process: channels over torch.distributed, a step protocol, and failures that all ranks raise."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NO_INPUT = Message([], None, ())  # on a rank without the first stage
 class DistributedExecutor(Executor):
     """This rank's stages, and its channels to the other ranks.
 
-    Collective operations are guarded: a failure on one rank reaches all, and nothing is started afterwards.
+    Collective operations are guarded: all ranks raise a failure of one rank, and start no operation afterwards.
     """
 
     ties: ProcessTies
@@ -63,17 +63,17 @@ class DistributedExecutor(Executor):
         **gradients: Any,
     ) -> None:
         super().__init__(plan, stages, source, **gradients)
-        self.ended: PipelineError | None = None  # why it has stopped
+        self.ended: PipelineError | None = None  # the error that has stopped the pipeline
         self.mesh = mesh
         self.rank = mesh.pipe_rank
         self.ranks = mesh.ranks("pipe")
         self.device = mesh.device
         self.first_rank, self.last_rank = self.placement[0], self.placement[-1]
-        self.pending: _PendingBackward | None = None  # a mini-batch whose backward is still to come
+        self.pending: _PendingBackward | None = None  # a mini-batch whose backward has not run yet
         self.rendezvous, self.watch, self.status = rendezvous, rendezvous.watch, rendezvous.watch.status
         self.wait_timer = self.watch.wait_timer
         self.status.stage_ranks = [self.ranks[rank] for rank in self.placement]
-        weakref.finalize(self, self.watch.stop).atexit = False  # it must not outlive an executor that was not closed
+        weakref.finalize(self, self.watch.stop).atexit = False  # ends the watch if the executor was not closed
         rendezvous.compare(config)
         self.watch.set_limits(*limits)
         self.connections = Connections(mesh, self.watch)
@@ -82,6 +82,7 @@ class DistributedExecutor(Executor):
         self.control = ControlChannel(control, self.ranks, self.status, self.wait_timer)
         self.replicas = self.connections.replicas("data")
         self.tensor_parallel = self.connections.replicas("tensor")
+        self.mesh_groups = [group for group in (self.replicas, self.tensor_parallel) if group is not None]
         endpoints = self.connections.endpoints(self.edges, self.placement, "", self.device)
         staged = endpoints
         if uses_nccl(self.device):
@@ -100,13 +101,13 @@ class DistributedExecutor(Executor):
         if self.replicas is not None or parallel:
             self.reducer = self.programs.reducer = GradReducer(modules, self.replicas, parallel)
         if self.replicas is not None:
-            if not parallel:  # these were made equal before
+            if not parallel:  # ``parallelize_stages`` has done it already
                 self.replicas.broadcast(t for m in modules.values() for t in (*m.parameters(), *m.buffers()))
             if not self.norms:
                 self.statistics = RunningStatistics(modules.values(), self.replicas.control.gather)
             if self.loss is not None:
                 self.loss.replicas = self.replicas
-        # A rank that closes the pipeline at once must not leave another one waiting to be connected by gloo.
+        # Otherwise a rank that closes the pipeline at once would make another one wait for its gloo connection.
         rendezvous.gather({}, "until this pipeline is built by", limited=False)
         self.status.phase = NEXT_BATCH
 
@@ -122,20 +123,20 @@ class DistributedExecutor(Executor):
     def _run_guarded(self, value: Any, targets: Any, outputs: Outputs, training: bool, loss: bool) -> StepOutcome:
         with self.recording_span("announce"):
             header, messages = self.announce(value, targets, training, caller_loss=False)
-        sizes, end = header.sizes, self.loss
+        sizes, collector = header.sizes, self.loss
         if not training:
             messages = [message._replace(wants=()) for message in messages]
             if loss and not sizes and any(self.control.gather(targets is not None)):
                 targets = ()
         targets = self.protocol.exchange_targets(header, targets)
-        if end is not None:
-            missing = targets is None and end.rule.wants_targets
+        if collector is not None:
+            missing = targets is None and collector.rule.wants_targets
             if training and missing and sizes:
                 where = f"rank {self.ranks[self.rank]}, which has the last stage"
-                how = " in each step: this one has none" if header.targets_rank == self.rank else _OR_ELSEWHERE
+                how = " in each step: this step has none" if header.targets_rank == self.rank else _OR_ELSEWHERE
                 raise PlanError(f"the targets must be passed on {where}{how}")
             parts = split_targets(targets, sizes, self.device) if training or (loss and not missing) else None
-            end.begin(sizes, parts, outputs, training=training)
+            collector.begin(sizes, parts, outputs, training=training)
         reducer = self.reducer if training else None
         with self.committing_statistics(training=training):
             if reducer is not None:
@@ -155,11 +156,11 @@ class DistributedExecutor(Executor):
                 total, factor, samples = self._broadcast_loss()
             if training and grads:
                 backward_inputs(edges, grads, factor)
-        kept = None if end is None else end.take_outputs()
+        kept = None if collector is None else collector.take_outputs()
         return StepOutcome(total, factor if training else None, kept, samples, len(sizes))
 
     def announce(self, value: Any, targets: Any, training: bool, caller_loss: bool) -> tuple[StepHeader, list[Message]]:
-        """Agree with the other ranks on the next mini-batch; on the first rank, split it into micro-batches."""
+        """Exchange the header of the next mini-batch; on the first rank, split the mini-batch into micro-batches."""
         self.status.phase = NEXT_BATCH
         if self.rank != self.first_rank:
             return self.protocol.receive(training, (value, targets), caller_loss), []
@@ -179,7 +180,7 @@ class DistributedExecutor(Executor):
         return self.protocol.announce(training, sizes, messages, variants, (value, targets), caller_loss), messages
 
     def _run_program(self, header: StepHeader, messages: Sequence[Message], *, grad: bool) -> list[Grads] | None:
-        """Run the program; returns the gradients of the inputs, where the first stage is."""
+        """Run the program; return the gradients of the inputs, on the rank of the first stage."""
         run_name = self.next_run_name(training=grad)
         if not header.sizes:
             if self.weights is not None:
@@ -203,7 +204,7 @@ class DistributedExecutor(Executor):
     def gather_shards(self) -> None:
         """Before a run: gather the parameters of stages that FSDP shards over the replicas."""
         if self.sharded and self.replicas is not None:
-            self.replicas.sum([1.0])  # detects a replica that has failed; within FSDP this rank would wait for it
+            self.replicas.sum([1.0])  # detects a failed replica, for which FSDP's collectives would wait
         for sharded in self.sharded:
             sharded.unshard()
 
@@ -217,7 +218,7 @@ class DistributedExecutor(Executor):
             yield
 
     def _broadcast_loss(self) -> tuple[Tensor | None, float | None, int]:
-        """Loss, gradient factor and samples, from the rank of the last stage to all ranks."""
+        """Send loss, gradient factor and number of samples from the rank of the last stage to all ranks."""
         loss = self.loss
         self.status.phase = LOSS
         if loss is None:
@@ -226,9 +227,9 @@ class DistributedExecutor(Executor):
             received = torch.tensor(number, dtype=dtype, device=self.device) if present else None
             return received, factor or None, int(samples)
         if self.device.type == "cuda" and uses_nccl(self.device):
-            # The host did not wait for received messages: now it does.
+            # The host has not waited for received messages yet.
             others = [rank for place, rank in enumerate(self.ranks) if place != self.last_rank]
-            with self.status.waiting(others, "for its GPU, and that for what comes from"):
+            with self.status.waiting(others, "for its GPU, which waits for messages from"):
                 torch.cuda.current_stream(self.device).synchronize()
         value, own_factor = loss.finish()
         row = [0.0, 0.0, 0.0, 0.0, loss.batch]
@@ -244,7 +245,7 @@ class DistributedExecutor(Executor):
 
     def forward(self, value: Any) -> Any:
         if self.weights is not None:
-            raise PlanError("under a mesh pipe.forward(x) does without Offload(weights=True): use step()")
+            raise PlanError("under a mesh pipe.forward(x) does not support Offload(weights=True): use step()")
         header, messages = self.guarded(lambda: self.announce(value, None, training=True, caller_loss=True))
         self.pending = pending = _PendingBackward(self, header)
         if self.loss is not None:
@@ -260,7 +261,7 @@ class DistributedExecutor(Executor):
         self.source = source
         self.programs.reschedule(source)
 
-    # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
+    # ── collectives over the ranks ───────────────────────────────────────────────────────────────────────────
 
     def broadcast(self, value: Any) -> Any:
         return map_tensors(self._gather(value, STEP)[self.last_rank], lambda tensor: tensor.to(self.device))
@@ -272,18 +273,17 @@ class DistributedExecutor(Executor):
         return total.to(value.device, torch.float64 if any(double for _, double in pairs) else value.dtype)
 
     def max_over_ranks(self, number: float) -> float:
-        groups = (self.replicas, self.tensor_parallel)
-        for control in (self.control, *(group.control for group in groups if group is not None)):
+        for control in (self.control, *(group.control for group in self.mesh_groups)):
             with control.in_call(NUMBER):
                 number = max(self.guarded(partial(control.gather, number)))
         return number
 
     def gather_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         parts = self._gather({name: to_full(tensor).cpu() for name, tensor in state.items()}, STATE)
-        return {name: tensor for part in reversed(parts) for name, tensor in part.items()}  # the first rank's wins
+        return {name: tensor for part in reversed(parts) for name, tensor in part.items()}  # the first rank's is kept
 
     def _gather(self, value: Any, call: int) -> list[Any]:
-        """Every rank's value, on every rank; ``call`` names the operation that this is a part of."""
+        """Gather the values of all ranks on every rank, as a part of ``call``."""
         with self.control.in_call(call):
             found: list[Any] = self.guarded(lambda: self.control.gather(value))
         return found
@@ -299,25 +299,24 @@ class DistributedExecutor(Executor):
         self, recorder: StepRecorder, error: BaseException | None, part: Callable[[], T]
     ) -> tuple[list[T], str | None]:
         if self.closed:
-            return [part()], "the pipeline was closed in it"
-        if error is not None:  # no rank waits for this one, which may have moved on
+            return [part()], "the pipeline was closed in the trace"
+        if error is not None:  # the ranks may be in different steps: exchange nothing
             if self.ended is None:
                 with suppress(RuntimeError):  # the store may be gone
                     self.rendezvous.publish({"left": True})
-            return [part()], f"rank {self.mesh.rank} left it by {type(error).__name__}: {error}".splitlines()[0]
+            return [part()], f"rank {self.mesh.rank} left the trace by {type(error).__name__}: {error}".splitlines()[0]
         end_here, how = {"left": False}, "until this trace is ended by"
         ends = self.guarded(lambda: self.rendezvous.gather(end_here, how, limited=False))
         for rank, end in zip(self.mesh.world_ranks, ends, strict=True):
             if end["left"]:
-                return [part()], f"rank {rank} left it by an error"
+                return [part()], f"rank {rank} left the trace by an error"
         offset = self._clock_offset(recorder)
         recorder.aligned.end = (recorder.elapsed(), offset)
         with self.control.in_call(TRACE):
             parts: list[T] = self.guarded(lambda: self.control.gather(part()))
-        for group in (self.tensor_parallel, self.replicas):  # in the order of the replicas and of their ranks
-            if group is not None:
-                rows = self.guarded(partial(group.control.gather, parts))
-                parts = [one for row in rows for one in row]
+        for group in reversed(self.mesh_groups):  # the parts are sorted by replica, then by rank
+            rows = self.guarded(partial(group.control.gather, parts))
+            parts = [one for row in rows for one in row]
         return parts, None
 
     def _clock_offset(self, recorder: StepRecorder) -> Any:
@@ -325,25 +324,25 @@ class DistributedExecutor(Executor):
         with self.control.in_call(TRACE):
             return self.guarded(lambda: measure_clock_offset(self.control, data, tensor, recorder.elapsed))
 
-    # ── failures and end of life ─────────────────────────────────────────────────────────────────────────────
+    # ── failures and closing ─────────────────────────────────────────────────────────────────────────────────
 
     def guarded(self, work: Callable[[], Any], call: _PendingBackward | None = None) -> Any:
-        """Run a collective operation, as a part of ``call`` if one is pending."""
+        """Run a collective operation. ``call`` is the pending call that it belongs to, if any."""
         if self.ended is not None:
             raise PipelineError(f"this pipeline has stopped and must be built anew. It stopped because:\n{self.ended}")
         try:
             with self.watch:
                 if self.pending is not call:
                     raise PlanError(
-                        "what pipe.forward(…) returned has had no backward, and the other ranks wait for it: call "
-                        "backward on a loss of it before anything else, or call the pipeline under torch.no_grad()"
+                        "the output of pipe.forward(…) has had no backward, and the other ranks wait for it: call "
+                        "backward on its loss before another call, or call the pipeline under torch.no_grad()"
                     )
                 result = work()
                 self.control.wait_sends()
             return result
         except StepRejected as rejected:
             error = PlanError(str(rejected))
-            if self.replicas is not None:  # they wait for this one's part
+            if self.replicas is not None:  # the other replicas wait for this one
                 self._stop(self.watch.explain(error), error)
             raise error from None
         except PipelineStopped as stopped:
@@ -357,7 +356,7 @@ class DistributedExecutor(Executor):
             raise
 
     def _stop(self, error: PipelineError, cause: BaseException | None) -> NoReturn:
-        """Close, and raise an error that all ranks know."""
+        """Close, and raise an error that all ranks raise."""
         self.ended = error
         if isinstance(cause, ChannelError):  # its frames hold connections open
             traceback.clear_frames(cause.__traceback__)
@@ -373,7 +372,7 @@ class DistributedExecutor(Executor):
         self.close()
 
     def close(self) -> None:
-        """Leave the channels. Ranks that still wait for this one learn of it at once."""
+        """Close the channels. Ranks that wait for this rank fail at once."""
         if not self.connections.groups:
             return
         self.watch.stop()
@@ -388,9 +387,8 @@ class DistributedExecutor(Executor):
             self.reducer.begin()
         if self.loss is not None:
             self.loss.clear()
-        for group in (self.replicas, self.tensor_parallel):
-            if group is not None:
-                group.close()
+        for group in self.mesh_groups:
+            group.close()
         self.connections.close()
 
 
@@ -400,24 +398,24 @@ class _PendingBackward(PipelineCall):
         rank 0   F0 F1 F2 F3 · · · · waits · · · · · · · · B0 B1 B2 B3     forward(x) returns None
         rank 1   ·  F0 F1 F2 F3 ─▶ outputs ─▶ loss.backward() B0 B1 B2 B3  forward(x) returns the outputs, after F3
 
-    The ranks run the same program, all forwards and then all backwards. The last one leaves it in between.
+    All ranks run the same program: all forwards, then all backwards. The last rank returns to the caller in between.
     """
 
     def __init__(self, executor: DistributedExecutor, header: StepHeader) -> None:
-        # The stages' backwards add to ``.grad``; autograd only needs an input that requires a gradient.
+        # The backwards of the stages add to ``.grad``. Autograd needs one input that requires a gradient.
         super().__init__(executor, header.sizes, [nn.Parameter(torch.empty(()))])
         self.executor, self.variants = executor, header.variants
         self.io = (program := executor.programs.get(header)).io
         self.halves = program.runner.halves()
 
     def forward(self, inputs: list[Message]) -> list[Message]:
-        """Run this rank's forwards; returns its outputs, where it has the last stage."""
+        """Run this rank's forwards; return the outputs, on the rank of the last stage."""
         with self.executor.recording_run("call"):
             self.recorder = self.executor.current_recorder
             return self.executor.guarded(lambda: self._forward(inputs), self)  # type: ignore[no-any-return]
 
     def backward(self, seeds: Sequence[Grads]) -> tuple[list[Grads], dict[int, Tensor]]:
-        """Run this rank's backwards; returns the gradients of the inputs, where it has the first stage."""
+        """Run this rank's backwards; return the gradients of the inputs, on the rank of the first stage."""
         executor = self.executor
         if executor.pending is not self:
             raise RuntimeError("Trying to backward through the pipeline a second time: under a mesh, call it again")
@@ -439,7 +437,7 @@ class _PendingBackward(PipelineCall):
         if loss is not None:
             check_joinable([message.leaves for message in outputs], self.sizes)
             self.loss_weights = loss.weights
-            if not any(message.wants for message in outputs):  # autograd will not call backward: the others wait
+            if not any(message.wants for message in outputs):  # the others wait, but autograd will not call backward
                 self._backward([()] * self.count)
         return outputs
 
@@ -447,7 +445,7 @@ class _PendingBackward(PipelineCall):
         executor, io = self.executor, self.io
         io.seed = seeds.__getitem__
         io.grads = [()] * self.count
-        stash = GradStash(executor.parameters(), apart=executor.replicas is not None, ties=executor.ties)
+        stash = GradStash(executor.parameters(), stash_all=executor.replicas is not None, ties=executor.ties)
         with executor.fp32 or nullcontext(), stash, with_training_modes(self.modes):
             executor.run(self.halves[1], self.context, self.variants, self.run_name, grad=False)
             if executor.reducer is not None:

@@ -1,15 +1,15 @@
-"""The executor: runs the stages of this process by their schedule, together with the other ranks.
+"""The executor: runs the stages of this process in the order of their schedule, together with the other ranks.
 
-`ThreadExecutor` has all ranks in this process, a thread for each. `DistributedExecutor` has one rank, and reaches the
-others through torch.distributed. `Pipeline`, the profiler and the compatibility layers see this interface alone.
+`ThreadExecutor` runs all ranks in this process, one thread each. `DistributedExecutor` runs one rank and communicates
+with the others through torch.distributed. `Pipeline`, the profiler and the compatibility layers use this interface.
 
     train(inputs, targets)        forward and backward: gradients, loss, outputs
     evaluate(inputs, targets)     forward without a graph
     stream(batches)               many evaluations, overlapped where the executor can
     call(inputs), forward(inputs) outputs in the caller's autograd graph, for a loss that the caller computes
 
-For ``call`` and ``forward``, a whole pipeline is one node of that graph: its forward runs the forward half of a
-fill-drain program, its backward the other half. A `PipelineCall` runs the halves.
+For ``call`` and ``forward``, the pipeline is one node of that graph: its forward runs the forward half of a fill-drain
+program, and its backward runs the other half. A `PipelineCall` runs the halves.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class Executor(ABC):
-    """The stages of this process, with the state that threads and distributed ranks both need."""
+    """The stages of this process, and the state that both executors need."""
 
     ties: Ties
 
@@ -73,7 +73,7 @@ class Executor(ABC):
         self.recorder: StepRecorder | None = None  # set while steps are recorded
         self.replicas: ReplicaGroup | None = None  # of this process's stages, which sum their gradients
         self.lockstep = False  # see ``set_lockstep``
-        self.bubble: float | None = None  # share of the last run's time spent waiting for other ranks
+        self.bubble: float | None = None  # fraction of the last run's time spent waiting for other ranks
         self.fp32 = Fp32GradAccumulator(self.parameters()) if fp32_gradients else None
         self.loss_parameters = loss_parameters
         self._rescales: bool | None = None  # whether the loss returns counts that rescale gradients; None: unknown
@@ -83,7 +83,7 @@ class Executor(ABC):
         return {id(p): p for stage in self.stages.values() for p in stage.module.parameters()}.values()
 
     def next_run_name(self, *, training: bool) -> str:
-        """A name for a run, from which seeds derive; an evaluation does not change the names of later steps."""
+        """The name of the next run, from which seeds derive. Evaluations do not change the names of later steps."""
         kind = "step" if training else "call"
         self.num_runs[kind] += 1
         return f"{kind} {self.num_runs[kind]}"
@@ -95,10 +95,10 @@ class Executor(ABC):
 
         After a failure, parameters that had no gradient before have none.
         """
-        # Gradients of earlier steps are kept apart, unless the loss is known not to rescale this step's.
-        apart = self._rescales is not False or self.replicas is not None
+        # Gradients of earlier steps are stashed, unless the loss is known not to rescale this step's gradients.
+        stash_all = self._rescales is not False or self.replicas is not None
         parameters = (*self.parameters(), *self.loss_parameters)
-        stash = GradStash(parameters, apart=apart, ties=self.ties)
+        stash = GradStash(parameters, stash_all=stash_all, ties=self.ties)
         with self.weights_in_use(), self.fp32 or nullcontext(), stash:
             try:
                 outcome = self._run_minibatch(value, targets, outputs, training=True, loss=True)
@@ -108,19 +108,19 @@ class Executor(ABC):
                 raise
             stash.factor = outcome.factor
             self._rescales = outcome.factor is not None
-            if outcome.factor not in (None, 1.0) and not apart and len(stash.before) < len(parameters):
+            if outcome.factor not in (None, 1.0) and not stash_all and len(stash.before) < len(parameters):
                 raise PlanError(
                     "the losses of this step's micro-batches average over different numbers of elements per sample, "
-                    "unlike those of the steps before, whose gradients are in .grad and cannot be told apart: set "
+                    "unlike those of earlier steps, whose gradients are in .grad and cannot be separated: set all "
                     "gradients to None and start the accumulation again"
                 )
         return outcome
 
     def evaluate(self, value: Any, targets: Any, outputs: Outputs, *, loss: bool = True) -> StepOutcome:
-        """The outputs of one mini-batch without a graph, and its loss where there are targets and ``loss`` is set.
+        """The outputs of one mini-batch without a graph, and its loss if there are targets and ``loss`` is set.
 
-        Under a mesh, outputs are on the last stage's rank and the loss is on every rank; replicas take part where a
-        loss is wanted.
+        Under a mesh, the rank of the last stage has the outputs, and every rank has the loss. Replicas take part if
+        ``loss`` is set.
         """
         return self._run_minibatch(value, targets, outputs, training=False, loss=loss)
 
@@ -140,11 +140,11 @@ class Executor(ABC):
         """``pipe(x)`` with gradients: the outputs in the caller's autograd graph."""
 
     def forward(self, value: Any) -> Any:
-        """``pipe.forward(x)``: like ``call``; under a mesh the other ranks wait for the caller's backward."""
+        """``pipe.forward(x)``: like ``call``. Under a mesh the other ranks wait for the caller's backward."""
         return self.call(value)
 
     def set_lockstep(self, value: bool) -> None:
-        """Whether, in forward-only runs, a stage starts its next forward only when its last output is taken."""
+        """Whether, in forward-only runs, a stage starts its next forward only after its last output was received."""
         if value:
             raise PlanError(
                 "pipe.lockstep = True is for threads of this process that have one stage each: with Offload(weights="
@@ -153,13 +153,13 @@ class Executor(ABC):
 
     @abstractmethod
     def reschedule(self, source: ScheduleProvider) -> None:
-        """Use another order from the next step on. Under a mesh all ranks do so between the same steps."""
+        """Use another order from the next step on. Under a mesh all ranks call it between the same steps."""
 
     @contextmanager
     def prepared_stages(
         self, context: CallerContext, variants: Sequence[str | None], run_name: str
     ) -> Iterator[Sequence[MicroBatch]]:
-        """Around the programs of a run: the stages work on these micro-batches."""
+        """Prepare the stages for the programs of a run, and reset them afterwards."""
         stages = self.stages.values()
         try:
             yield begin_run(stages, context, variants, run_name)
@@ -170,10 +170,10 @@ class Executor(ABC):
                 stage.microbatches = ()
 
     def weights_in_use(self) -> AbstractContextManager[None]:
-        """Around a run: weights that live on the host are moved to their devices as stages need them."""
+        """A context for a run: offloaded weights are copied to their devices when stages need them."""
         return nullcontext() if self.weights is None else self.weights.run()
 
-    # ── the other ranks, all of which are in this process unless a subclass says otherwise ───────────────────────
+    # ── collectives over the ranks; by default all ranks are in this process ─────────────────────────────────────
 
     def broadcast(self, value: Any) -> Any:
         """The value of the last stage's rank, on every rank."""
@@ -188,22 +188,22 @@ class Executor(ABC):
         return number
 
     def gather_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The state of all ranks' stages, of which ``state`` is this process's."""
+        """The state of the stages of all ranks; ``state`` is that of this process."""
         return state
 
     # ── recording ────────────────────────────────────────────────────────────────────────────────────────────
 
     def recording_run(self, kind: str) -> AbstractContextManager[None]:
-        """Around one mini-batch, whether it is recorded or not."""
+        """A context for one mini-batch, which records it if a recorder is set."""
         return nullcontext() if self.recorder is None else self.recorder.run(kind)
 
     @property
     def current_recorder(self) -> StepRecorder | None:
-        """The recorder of the run that is under way, if it is recorded."""
+        """The recorder of the current run, if the run is recorded."""
         return None if self.recorder is None or self.recorder.now is None else self.recorder
 
     def recording_span(self, name: str) -> AbstractContextManager[None]:
-        """Around a phase of a run outside the program."""
+        """A context for a phase of a run outside its program."""
         recorder = self.current_recorder
         return nullcontext() if recorder is None else recorder.span(name)
 
@@ -218,21 +218,21 @@ class Executor(ABC):
     def end_recording(
         self, recorder: StepRecorder, error: BaseException | None, part: Callable[[], T]
     ) -> tuple[list[T], str | None]:
-        """After the recorder was taken off: gather the ``part`` that each process has recorded.
+        """After the recorder was removed: gather the ``part`` that each process has recorded.
 
-        ``error`` is the exception that ended the recording. The text says why parts of other processes are missing.
+        ``error`` is the exception that ended the recording. The returned text explains why other parts are missing.
         """
         return [part()], None
 
-    # ── end of life ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── closing ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     @abstractmethod
     def closed(self) -> bool: ...
 
     def check_idle(self) -> None:
-        """Raise a ``PipelineError`` where nothing can be started."""
-        if os.getpid() != self._pid:  # threads and connections do not survive a fork: a step would wait for ever
+        """Raise a ``PipelineError`` if no run can be started."""
+        if os.getpid() != self._pid:  # threads and connections do not survive a fork: a step would hang
             raise PipelineError(
                 f"this pipeline was built in process {self._pid}, and process {os.getpid()} is a fork of it: build the "
                 "pipeline in the process that runs it, and do not call it in workers of a DataLoader"
@@ -244,28 +244,28 @@ class Executor(ABC):
     def close(self) -> None: ...
 
     def exit(self, error: BaseException | None) -> None:
-        """Close at the end of a ``with`` block, which ``error`` may have ended: the other ranks are told."""
+        """Close at the end of a ``with`` block; ``error`` is the exception that ended it, for the other ranks."""
         self.close()
 
 
 class GradStash:
-    """Around a step: the gradients from before it are added to the step's, or restored if it fails.
+    """A context for a step. Adds the gradients of earlier steps to those of the step, or restores them if it fails.
 
-    ``apart``: existing gradients are removed from ``.grad`` during the step, because a loss that returns counts
-    rescales what the step adds. Those of tied parameters always are, because the step's are summed over the copies.
+    ``stash_all``: ``.grad`` holds only gradients of the step, because a loss that returns counts rescales them. This is
+    always so for tied parameters, because the gradients of the step are summed over the copies.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, apart: bool, ties: Ties) -> None:
-        self.parameters, self.apart = parameters, apart
+    def __init__(self, parameters: Iterable[nn.Parameter], *, stash_all: bool, ties: Ties) -> None:
+        self.parameters, self.stash_all = parameters, stash_all
         self.tied = {parameter for copies in ties.copies for parameter in copies}
         self.before: dict[nn.Parameter, Tensor | None] = {}
-        self.factor: float | None = None  # what the step's gradients are multiplied by; None: nothing
+        self.factor: float | None = None  # multiplies the gradients of the step; None: 1
 
     def __enter__(self) -> GradStash:
         for parameter in self.parameters:
             if parameter.grad is None:
                 self.before[parameter] = None
-            elif self.apart or parameter in self.tied:
+            elif self.stash_all or parameter in self.tied:
                 self.before[parameter] = parameter.grad
                 parameter.grad = None
         return self
@@ -285,18 +285,18 @@ class GradStash:
 
 
 class PipelineCall(ABC):
-    """One mini-batch, whose forward runs when it is called, and whose backward when autograd gets there."""
+    """One mini-batch, whose backward autograd runs later than its forward."""
 
     def __init__(self, executor: Executor, sizes: Sequence[int], parameters: list[nn.Parameter]) -> None:
-        """``sizes`` are those of the micro-batches; autograd accumulates the gradients of ``parameters``."""
+        """``sizes`` are the sizes of the micro-batches. Autograd accumulates the gradients of ``parameters``."""
         self.sizes, self.count, self.parameters = sizes, len(sizes), parameters
         self.run_name = executor.next_run_name(training=True)
-        # A backward may recompute forwards: they need the context and the training flags of the first ones.
+        # A backward may recompute forwards, in the context and with the training flags of the original forwards.
         self.context = caller_context()
         self.modes = [(part, part.training) for stage in executor.stages.values() for part in stage.module.modules()]
-        self.recorder: StepRecorder | None = None  # the one that has recorded the forward
+        self.recorder: StepRecorder | None = None  # the recorder of the forward
         self.loss_weights = LossWeights(())
-        self.template: tuple[list[Any], Spec] = ([], None)  # of the joined output; non-tensor leaves are themselves
+        self.template: tuple[list[Any], Spec] = ([], None)  # leaves and structure of the joined output
 
     @abstractmethod
     def forward(self, inputs: list[Message]) -> list[Message]:
@@ -304,7 +304,7 @@ class PipelineCall(ABC):
 
     @abstractmethod
     def backward(self, seeds: Sequence[Grads]) -> tuple[list[Grads], dict[int, Tensor]]:
-        """The gradients of the inputs, per micro-batch, and of the parameters, by identity."""
+        """The gradients of the inputs per micro-batch, and the gradients of the parameters by identity."""
 
 
 def apply_call(call: PipelineCall, inputs: list[Message]) -> Any:
@@ -319,7 +319,7 @@ def apply_call(call: PipelineCall, inputs: list[Message]) -> Any:
 
 
 class _PipelineFunction(torch.autograd.Function):
-    """Inputs: the micro-batches' tensors that require a gradient, then the parameters. Outputs: the joined tensors."""
+    """Maps the micro-batches' tensors that require a gradient, and the parameters, to the joined output tensors."""
 
     @staticmethod
     def forward(ctx: Any, call: PipelineCall, inputs: list[Message], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -328,7 +328,7 @@ class _PipelineFunction(torch.autograd.Function):
         if any(message.spec != spec for message in outputs):
             raise PlanError("the outputs of the micro-batches have different structures and cannot be joined")
         columns = list(zip(*(message.leaves for message in outputs), strict=True))
-        for column in columns:  # in a list of plain values, a tensor would lose its graph
+        for column in columns:  # tensors in a list of plain values would lose their graph
             if len({isinstance(leaf, Tensor) for leaf in column}) > 1:
                 kinds = " or a ".join(sorted({type(leaf).__name__ for leaf in column}))
                 raise PlanError(
@@ -352,7 +352,7 @@ class _PipelineFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call: PipelineCall = ctx.call
         columns: dict[int, Grads] = {}
-        for (i, at), shapes in zip(ctx.want, ctx.shapes, strict=True):  # split as the outputs were joined
+        for (i, at), shapes in zip(ctx.want, ctx.shapes, strict=True):  # the inverse of joining the outputs
             grad = grads[at]
             if grad is None or len(shapes) == 1:
                 columns[i] = [grad] * len(shapes)
@@ -366,7 +366,7 @@ class _PipelineFunction(torch.autograd.Function):
 
 @contextmanager
 def with_training_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Set the ``training`` flags of modules, and restore theirs afterwards."""
+    """Set the ``training`` flags of modules, and restore them afterwards."""
     now = [(module, module.training) for module, mode in modes if module.training != mode]
     for module, _ in now:
         module.training = not module.training
@@ -379,7 +379,7 @@ def with_training_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[Non
 
 @contextmanager
 def suspended_grad_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Suspend hooks on parameters: they run once, on the whole gradient, in the caller's graph."""
+    """Suspend hooks on parameters. They run once, on the total gradient, in the caller's graph."""
     hooked = [hooks for p in parameters if (hooks := p._backward_hooks)]
     kept = [list(hooks.items()) for hooks in hooked]
     for hooks in hooked:

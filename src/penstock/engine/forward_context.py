@@ -17,15 +17,15 @@ from penstock.split.trace.stage import TracedStage
 class MicroBatch:
     """One micro-batch of one step: a key under which layers may store values, freed with the step.
 
-    It equals only itself, not its ``index``, which micro-batches of other steps have too.
+    It equals only itself, not its ``index``, because micro-batches of other steps have the same index.
     """
 
     __slots__ = ("__weakref__", "index", "known", "variant")
 
     def __init__(self, index: int, variant: str | None = None) -> None:
         self.index = index
-        self.variant = variant  # the kind of call, where the stages of a recorded model distinguish any
-        self.known = False  # whether a layer has asked for it, and may have passed values on under this key
+        self.variant = variant  # the kind of call, if the stages of a recorded model distinguish several
+        self.known = False  # whether ``current_microbatch`` returned it to a layer, which may have stored values
 
     def __repr__(self) -> str:
         return f"MicroBatch({self.index})"
@@ -57,7 +57,7 @@ TracedStage.current_variant = staticmethod(lambda: getattr(forward_state.microba
 
 @contextmanager
 def variant_in_flight(variant: str | None) -> Iterator[None]:
-    """Run a forward outside of a step as that of a micro-batch of this kind of call."""
+    """Run a forward outside of a step as a micro-batch of this kind of call."""
     forward_state.microbatch, before = MicroBatch(0, variant), forward_state.microbatch
     try:
         yield
@@ -66,19 +66,19 @@ def variant_in_flight(variant: str | None) -> Iterator[None]:
 
 
 def current_microbatch() -> MicroBatch | None:
-    """The micro-batch that this thread's stage works on; None outside of a pipeline."""
+    """The micro-batch whose forward runs in this thread; None outside of a pipeline."""
     if forward_state.microbatch is not None:
         forward_state.microbatch.known = True
     return forward_state.microbatch
 
 
 def is_checkpointing() -> bool:
-    """Whether this forward saves nothing for its backward, and will be recomputed for it."""
+    """Whether this forward saves nothing for its backward and will be recomputed."""
     return forward_state.checkpointing
 
 
 def is_recomputing() -> bool:
-    """Whether this forward has run before, and is recomputed for its backward."""
+    """Whether this forward is recomputed for its backward."""
     return forward_state.recomputing
 
 
@@ -86,7 +86,7 @@ def is_recomputing() -> bool:
 class CallerContext:
     """Autocast and default device of the thread that called the pipeline.
 
-    It is entered around forwards alone: a backward runs outside autocast, as in a plain training loop.
+    Only forwards run in it: a backward runs outside autocast, as in a plain training loop.
     """
 
     autocast: tuple[tuple[str, torch.dtype, bool], ...]  # device type, dtype, cache
@@ -96,7 +96,7 @@ class CallerContext:
         return bool(self.autocast) or self.device is not None
 
     def entered(self) -> ExitStack:
-        """A context manager, in which autocast and default device are set."""
+        """A context manager that sets autocast and default device."""
         stack = ExitStack()
         for kind, dtype, cache in self.autocast:
             stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cache))

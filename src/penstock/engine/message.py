@@ -1,4 +1,4 @@
-"""Messages between stages: a value as its leaves and structure; and its description without the data."""
+"""Messages between stages: a value as its leaves and structure, and the metadata that describes it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class TupleSpec:
 
 Spec: TypeAlias = "pytree.TreeSpec | TupleSpec | None"
 
-Grads: TypeAlias = Sequence[Tensor | None]  # gradients that go back over an edge; None where a tensor gets none
+Grads: TypeAlias = Sequence[Tensor | None]  # gradients sent back over an edge; None for a tensor without one
 
-LEAF: Spec = None  # the structure of a single tensor, by far the most common value: no pytree is walked for it
+LEAF: Spec = None  # the structure of a single tensor, the most common value, for which no pytree is traversed
 
 
 def flatten(value: Any) -> tuple[list[Any], Spec]:
@@ -50,7 +50,7 @@ def unflatten(leaves: list[Any], spec: Spec) -> Any:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """``value`` with each of its tensors replaced by ``function`` of it."""
+    """Apply ``function`` to each tensor in ``value``."""
     leaves, spec = flatten(value)
     return unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
@@ -67,10 +67,10 @@ _new_tuple: Callable[..., Any] = tuple.__new__
 
 
 class Message(NamedTuple):
-    """A value on its way to another stage: its leaves, its structure, and which leaves want a gradient back.
+    """A value that is sent to another stage: its leaves, its structure, and ``wants``, the leaves that want a gradient.
 
-    ``shared`` are the leaves that other stages receive as well, or that overlap with other leaves in memory: no stage
-    may change them in place.
+    ``shared`` are the leaves that other stages receive too, or that share memory with other leaves: no stage may change
+    them in place.
     """
 
     leaves: list[Any]
@@ -84,12 +84,12 @@ class Message(NamedTuple):
 
 
 class BorrowedInputs:
-    """The caller's messages, detached and with version counters of their own, for stages to run on.
+    """The caller's messages as inputs of the stages: detached, with separate version counters.
 
     Micro-batches are views of one tensor and share its version counter: a stage that changes one of them in place would
-    invalidate tensors saved of the others. Their memory is the caller's, and a change in place must be seen by every
-    graph that has saved the tensor: when a stage changed it, the caller's graph learns at the end of the block; when
-    the caller changed it before the backward, ``check_unchanged`` tells the stages' graphs.
+    invalidate tensors that autograd saved from the others. The memory is the caller's, so every graph that saved the
+    tensor must detect an in-place change. If a stage changes it, the caller's version counter is incremented at the end
+    of the block. If the caller changes it before the backward, ``check_unchanged`` increments the stages' counters.
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
@@ -97,11 +97,11 @@ class BorrowedInputs:
         self._pairs: list[tuple[Tensor, Tensor]] = []
         for message in messages:
             leaves = list(message.leaves)
-            for i, theirs in enumerate(leaves):
-                if isinstance(theirs, Tensor):
-                    leaves[i] = ours = unsafe_view(theirs.detach(), theirs.shape)
-                    if not ours.is_inference() and not theirs.is_inference():
-                        self._pairs.append((ours, theirs))
+            for i, original in enumerate(leaves):
+                if isinstance(original, Tensor):
+                    leaves[i] = borrowed = unsafe_view(original.detach(), original.shape)
+                    if not borrowed.is_inference() and not original.is_inference():
+                        self._pairs.append((borrowed, original))
             self.messages.append(message._replace(leaves=leaves))
         self._versions: list[int] = []
 
@@ -109,20 +109,20 @@ class BorrowedInputs:
         return self.messages
 
     def __exit__(self, *_: object) -> None:
-        for ours, theirs in self._pairs:
-            if ours._version:
-                increment_version(theirs)
-        self._versions = [theirs._version for _, theirs in self._pairs]
+        for borrowed, original in self._pairs:
+            if borrowed._version:
+                increment_version(original)
+        self._versions = [original._version for _, original in self._pairs]
 
     def check_unchanged(self) -> None:
-        """Before the backward: let autograd fail for saved inputs that the caller has changed since the forward."""
-        for (ours, theirs), version in zip(self._pairs, self._versions, strict=True):
-            if theirs._version != version:
-                increment_version(ours)
+        """Before the backward: make autograd fail for saved inputs that the caller has changed since the forward."""
+        for (borrowed, original), version in zip(self._pairs, self._versions, strict=True):
+            if original._version != version:
+                increment_version(borrowed)
 
 
 def version_counted(leaf: Tensor) -> Tensor:
-    """The same memory in a tensor with a version counter, which inference tensors do not have."""
+    """A tensor on the same memory with a version counter, which inference tensors do not have."""
     with torch.inference_mode(False):
         if leaf.layout is not torch.strided or leaf.is_conj() or leaf.is_neg():
             return leaf.clone()
@@ -131,7 +131,7 @@ def version_counted(leaf: Tensor) -> Tensor:
 
 
 def merge_messages(messages: Sequence[Message]) -> tuple[Message, list[int]]:
-    """The messages of several edges as one, and how many of the wanted gradients belong to each."""
+    """Merge the messages of several edges; returns also the number of wanted gradients of each edge."""
     leaves: list[Any] = []
     wants: list[int] = []
     shared: list[int] = []
@@ -144,12 +144,12 @@ def merge_messages(messages: Sequence[Message]) -> tuple[Message, list[int]]:
 
 
 def split_grads(grads: Grads, sizes: Sequence[int]) -> list[Grads]:
-    """The gradients that go back over each edge; without ``sizes`` there is one edge."""
+    """The gradients of each edge; without ``sizes`` there is one edge."""
     return [grads] if not sizes else [grads[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
 
 
 def tensor_message(tensor: Tensor, wants: Sequence[int], shared: Sequence[int] = ()) -> Message:
-    """The message of a single tensor; made without ``Message.__new__``, which takes twice the time."""
+    """The message of a single tensor. ``Message.__new__`` would take twice as long."""
     message: Message = _new_tuple(Message, ([tensor], LEAF, wants, shared))
     return message
 
@@ -159,7 +159,7 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
     node = tensor.grad_fn
     if node is None:
         return get_gradient_edge(tensor)
-    if isinstance(node, PythonNode):  # a C++ node that points to it keeps it alive
+    if isinstance(node, PythonNode):  # kept alive by a C++ node that points to it
         return GradientEdge(node, tensor.output_nr, tensor.view_as(tensor).grad_fn)
     edge: GradientEdge = _new_tuple(GradientEdge, (node, tensor.output_nr, None))
     return edge
@@ -168,17 +168,17 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
 def input_edges(messages: Sequence[Message]) -> list[list[GradientEdge]]:
     """The gradient edges, in the caller's graph, of inputs that want a gradient.
 
-    To be called before a stage changes an input in place: a view cannot tell its edge afterwards.
+    Call this before a stage changes an input in place: a view loses its gradient edge then.
     """
     return [[gradient_edge(message.leaves[i]) for i in message.wants] for message in messages]
 
 
 def backward_inputs(edges: Sequence[Sequence[GradientEdge]], grads: Sequence[Grads], factor: float | None) -> None:
-    """Continue the backward into the caller's graph: gradients of micro-batches go to the mini-batch's tensors."""
+    """Continue the backward of all micro-batches in the caller's graph."""
     pairs = [
         (edge, grad if factor in (None, 1.0) else grad * factor)
-        for of_microbatch, row in zip(edges, grads, strict=True)
-        for edge, grad in zip(of_microbatch, row, strict=True)
+        for edge_row, grad_row in zip(edges, grads, strict=True)
+        for edge, grad in zip(edge_row, grad_row, strict=True)
         if grad is not None
     ]
     if pairs:
@@ -188,7 +188,7 @@ def backward_inputs(edges: Sequence[Sequence[GradientEdge]], grads: Sequence[Gra
 def detach_outputs(output: Any, *, stage: int | None = None) -> tuple[Message, Sequence[GradientEdge]]:
     """An output as a message of detached tensors, and their gradient edges: the data can be freed before the graph.
 
-    ``stage`` is the index of the stage where the message goes on to another one: then no tensors may be hidden in it.
+    ``stage`` is the index of a stage whose output another stage receives: objects with hidden tensors are an error.
     """
     if isinstance(output, Tensor):
         if output.requires_grad:
@@ -204,14 +204,14 @@ def detach_outputs(output: Any, *, stage: int | None = None) -> tuple[Message, S
                 roots.append(gradient_edge(leaf))
             leaves[i] = leaf.detach()
         elif stage is not None and type(leaf) not in PLAIN_TYPES:
-            # An object that is not a pytree would carry its tensors' graph along, or lose their gradients.
+            # The tensors in an object that is not a pytree would keep their graph, or lose their gradients.
             members = {**getattr(leaf, "__dict__", {})}
             members |= {name: getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ())}
             hidden = [name for name, value in members.items() if isinstance(value, Tensor)]
             if hidden:
                 raise PlanError(
-                    f"stage {stage} gives a {type(leaf).__name__} with a tensor in it ({hidden[0]}) to the next one: "
-                    "let tensors, and tuples, lists and dicts of tensors, cross between stages, or cut elsewhere"
+                    f"stage {stage} returns a {type(leaf).__name__} with a tensor in it ({hidden[0]}): return tensors, "
+                    "or tuples, lists and dicts of tensors, to the next stage, or cut elsewhere"
                 )
     return Message(leaves, spec, wants, overlapping_leaves(leaves)), roots
 
@@ -219,19 +219,19 @@ def detach_outputs(output: Any, *, stage: int | None = None) -> tuple[Message, S
 def detach_outputs_per_edge(
     outputs: Any, count: int, stage: int | None = None
 ) -> tuple[list[Message], Sequence[GradientEdge]]:
-    """One message for each of ``count`` edges out of the stage, and the gradient edges of all; at least one message."""
+    """One message for each of ``count`` outgoing edges (at least one message), and the gradient edges of all."""
     if count <= 1:
         message, edges = detach_outputs(outputs, stage=stage)
         return [message], edges
     if not isinstance(outputs, tuple) or len(outputs) != count:
         found = f"{len(outputs)} values" if isinstance(outputs, tuple) else f"a {type(outputs).__name__}"
-        raise PlanError(f"a stage with {count} edges to later stages gave {found}: give a tuple with a value for each")
+        raise PlanError(f"a stage with {count} edges to later stages returned {found}, not a tuple of {count} values")
     parts = [detach_outputs(output, stage=stage) for output in outputs]
     return mark_shared([message for message, _ in parts]), [root for _, roots in parts for root in roots]
 
 
 def mark_shared(messages: Sequence[Message], inputs: Sequence[Tensor] = ()) -> list[Message]:
-    """Mark leaves that use the memory of other leaves, of any of the messages, or of ``inputs``."""
+    """Mark leaves that share memory with other leaves of the messages, or with ``inputs``."""
     shared = set(overlapping_leaves([*inputs, *(leaf for message in messages for leaf in message.leaves)]))
     starts = accumulate((len(message.leaves) for message in messages), initial=len(inputs))
     return [
@@ -241,7 +241,7 @@ def mark_shared(messages: Sequence[Message], inputs: Sequence[Tensor] = ()) -> l
 
 
 def overlapping_leaves(leaves: Sequence[Any]) -> Sequence[int]:
-    """The leaves that are views of the same memory as another one."""
+    """The leaves whose storage is also that of another leaf."""
     dense = [(i, storage_id(x)) for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.layout is torch.strided]
     if len(dense) < 2:
         return ()
@@ -249,15 +249,15 @@ def overlapping_leaves(leaves: Sequence[Any]) -> Sequence[int]:
     return [i for i, storage in dense if uses[storage] > 1]
 
 
-# ── messages without their data: shapes, dtypes and structure, known before anything is sent ─────────────────────
+# ── metadata of messages: shapes, dtypes and structure, known before a message is sent ───────────────────────────
 
 
 @dataclass(frozen=True)
 class TensorMeta:
     """A tensor's shape and dtype. Only dense tensors can be sent.
 
-    ``order`` is the order of its dimensions in memory, if it is not contiguous: tensors arrive with the same layout,
-    because random numbers and speed may depend on it.
+    ``order`` is the order of the dimensions in memory, if the tensor is not contiguous. Received tensors have the
+    memory layout of the sent ones, because random numbers and speed may depend on it.
     """
 
     shape: tuple[int, ...]
@@ -275,11 +275,11 @@ class TensorMeta:
         return TensorMeta, (self.shape, self.dtype, self.layout, self.order)
 
     def in_memory(self) -> TensorMeta:
-        """The description of the contiguous tensor that is sent: dimensions in their order in memory."""
+        """The metadata of the contiguous tensor that is sent, with the dimensions in memory order."""
         return self if self.order is None else TensorMeta(tuple(self.shape[d] for d in self.order), self.dtype)
 
     def from_memory(self, tensor: Tensor) -> Tensor:
-        """The tensor of which ``tensor.permute(order)`` was sent."""
+        """The inverse of ``permute(order)``, which was applied before the send."""
         if self.order is None:
             return tensor
         return tensor.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
@@ -287,7 +287,7 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class MessageMeta:
-    """A message without its tensors' data; other leaves are themselves. The rest is as in ``Message``."""
+    """The metadata of a ``Message``: its tensors are replaced by ``TensorMeta``, other leaves are kept."""
 
     leaves: tuple[Any, ...]
     spec: Spec
@@ -295,7 +295,7 @@ class MessageMeta:
     shared: tuple[int, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A structure travels as an example of itself: torch's own pickles of structures are deprecated.
+        # A structure is pickled as an example value: torch's pickles of a TreeSpec are deprecated.
         example = None if self.spec is None else unflatten(list(range(len(self.leaves))), self.spec)
         return unpickle_meta, (self.leaves, self.spec is None, example, self.wants, self.shared)
 
@@ -303,7 +303,7 @@ class MessageMeta:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorMeta)]
 
     def matches(self, message: Message) -> bool:
-        """Whether a message is described by this, but for shared leaves and the order of dimensions in memory."""
+        """Whether a message has this metadata, apart from shared leaves and the memory order of dimensions."""
         leaves, spec, wants, _ = message
         if len(leaves) != len(self.leaves) or spec != self.spec or tuple(wants) != self.wants:
             return False
@@ -318,7 +318,7 @@ class MessageMeta:
         return True
 
     def to_message(self, tensors: Iterable[Tensor]) -> Message:
-        """The message with these tensors, which are as they were sent."""
+        """The message with these tensors, as received."""
         sent = iter(tensors)
         leaves = [leaf.from_memory(next(sent)) if isinstance(leaf, TensorMeta) else leaf for leaf in self.leaves]
         return Message(leaves, self.spec, self.wants, self.shared)
@@ -361,6 +361,6 @@ def require_dense(meta: MessageMeta, stage: str) -> None:
     for leaf in meta.tensors():
         if leaf.layout is not torch.strided:
             raise PlanError(
-                f"{stage} gives a {leaf} tensor to one in another process: give it the dense tensors that this one "
-                "consists of, or cut elsewhere"
+                f"{stage} sends a {leaf} tensor to another process, but only dense tensors can be sent: send the dense "
+                "tensors that it consists of, or cut elsewhere"
             )

@@ -12,7 +12,7 @@ from penstock.engine.message import PLAIN_TYPES, Message, flatten, meta_of, over
 from penstock.errors import PlanError
 from penstock.split.sample import Broadcast as Broadcast
 
-NUM_SAMPLED = 64  # elements of each tensor that ranks compare: most of an image, or of padded text, may be the same
+NUM_SAMPLED = 64  # elements of each tensor that ranks compare: images and padded text have many equal elements
 GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -24,11 +24,11 @@ def leaf_to_device(leaf: Any, device: torch.device) -> Any:
 
 
 def batch_size(value: Any, what: str) -> int | None:
-    """The size of dimension 0, which all tensors of ``value`` must share; None if there is no such tensor."""
+    """The size of dimension 0, which must be equal for all tensors of ``value``; None without such tensors."""
     leaves = flatten(value)[0]
     sizes: list[int] = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     if not sizes and any(hasattr(leaf, "__array_interface__") and leaf.ndim for leaf in leaves):
-        raise PlanError(f"the {what} are NumPy arrays, which are not cut into micro-batches: give tensors")
+        raise PlanError(f"the {what} are NumPy arrays, which are not split into micro-batches: pass tensors")
     if len(set(sizes)) > 1:
         raise PlanError(
             f"the tensors of the {what} disagree on the batch size: their first dimensions are {sizes}. Give each "
@@ -39,10 +39,10 @@ def batch_size(value: Any, what: str) -> int | None:
 
 
 def sample_values(value: Any, what: str) -> dict[str, str]:
-    """Shapes, dtypes and some elements of inputs or targets, as text by their names: different for other samples.
+    """Shapes, dtypes and some elements of inputs or targets, as text by name, to detect different samples.
 
-    Leaves that are None were not given, and are left out. The elements are spread irregularly, because those at regular
-    distances may all be padding; they take one copy of a few bytes from the device.
+    Leaves that are None are left out. The elements have irregular distances, because elements at regular distances may
+    all be padding. They are copied from the device in one copy of a few bytes.
     """
     leaves = [leaf.tensor if isinstance(leaf, Broadcast) else leaf for leaf in flatten(value)[0]]
     metas = meta_of(Message(leaves, None, ())).leaves
@@ -52,7 +52,7 @@ def sample_values(value: Any, what: str) -> dict[str, str]:
         leaf, name = leaves[i], f"value {i} of the {what}"
         texts[name] = str(metas[i]) if isinstance(leaf, (Tensor, *PLAIN_TYPES)) else type(leaf).__name__
         if not isinstance(leaf, Tensor) or type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            continue  # such as a DTensor, whose elements are not all here
+            continue  # such as a DTensor, of which this process has only a part
         dense = leaf.layout is torch.strided and not leaf.is_nested and not leaf.is_meta and not leaf.is_quantized
         if dense and leaf.numel():
             last = leaf.numel() - 1
@@ -64,14 +64,14 @@ def sample_values(value: Any, what: str) -> dict[str, str]:
 
 
 def microbatch_sizes(batch: int, microbatches: int) -> tuple[int, ...]:
-    """The sizes of the micro-batches: as even as possible, larger ones first, none empty."""
+    """The sizes of the micro-batches: as equal as possible, larger ones first, none empty."""
     count = max(1, min(batch, microbatches))
     small, larger = divmod(batch, count)
     return (small + 1,) * larger + (small,) * (count - larger)
 
 
 def scatter(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """One value per micro-batch. Plain values, ``Broadcast`` tensors and tensors without dimensions go to each."""
+    """One value per micro-batch. Each gets the plain values, ``Broadcast`` tensors and 0-dimensional tensors."""
     leaves, spec = flatten(value)
     if not leaves or (len(sizes) == 1 and not any(isinstance(leaf, Broadcast) for leaf in leaves)):
         return [value] * len(sizes)
@@ -85,12 +85,12 @@ def scatter(value: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def can_join(value: Any) -> bool:
-    """Whether ``join`` can join values like this one."""
+    """Whether ``join`` accepts values like this one."""
     return all(isinstance(leaf, (Tensor, *PLAIN_TYPES)) for leaf in flatten(value)[0])
 
 
 def join(values: Sequence[Any]) -> Any:
-    """One value from the micro-batches' values: tensors are concatenated, those without dimensions stacked."""
+    """Join the values of the micro-batches: tensors are concatenated, 0-dimensional tensors are stacked."""
     if len(values) == 1:
         return values[0]
     flat = [flatten(value) for value in values]
@@ -132,11 +132,11 @@ def split_inputs(
 ) -> SplitInputs:
     """The micro-batches of ``value`` on ``device``; tensors stay in the caller's graph.
 
-    ``count(samples)`` is the number of micro-batches, and ``variant(value)`` the kind of call of one. ``grad`` is the
-    grad mode of the forwards. With ``empty``, a mini-batch without samples has no micro-batches.
+    ``count(samples)`` returns the number of micro-batches, and ``variant(value)`` the kind of call of one of them.
+    ``grad`` is the grad mode of the forwards. ``empty`` allows a mini-batch without samples and micro-batches.
     """
     if value is None:
-        raise PlanError("there are no inputs: pass what the model takes")
+        raise PlanError("there are no inputs: pass the arguments of the model")
     size = batch_size(value, "inputs")
     if size == 0 and empty:
         return SplitInputs((), [], ())

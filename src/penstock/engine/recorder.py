@@ -1,10 +1,10 @@
-"""Records what the ranks of this process do, and when, for `Pipeline.trace`.
+"""Records the calls of this process's programs, with timestamps, for `Pipeline.trace`.
 
-Without a recorder a program runs as it is. With one, the clock is read before each of its calls and sends are measured
-in bytes; who waited for whom, and how long, is computed from that after the step.
+Without a recorder a program runs unchanged. With a recorder, the clock is read before each call, and the bytes of each
+send are counted. Waiting times are computed from these records after the step.
 
-On a GPU the host's clock tells when work was launched. Two events per action tell when it ran; they are read at the
-end, and nothing waits for them inside a step.
+On a GPU the host clock gives the launch times of work. Two events per action give its execution times. They are read at
+the end of the recording: no step waits for them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from penstock.schedule.lower import Instruction
 
 
 class DeviceClock:
-    """The time of CUDA events on the host's clock.
+    """Converts the times of CUDA events to the host's clock.
 
         host     begin ●──────────────────────────────────────● end       read when the device is idle
         device         ●mark───e──e────●mark──e───e────●mark──● mark      a mark for each run
 
-    An event's time is known only in milliseconds since another event, in single precision: exact for the length of a
-    step, but not for hours. So events count from the last mark, and marks from the one before.
+    CUDA measures the time between two events in milliseconds, in single precision: precise for a step, but not for
+    hours. So the time of an event is measured from the last mark, and that of a mark from the mark before.
     """
 
     def __init__(self, devices: Iterable[torch.device], clock: Callable[[], int]) -> None:
@@ -69,7 +69,7 @@ class DeviceClock:
             self._at[device] = at
 
     def on_host(self, device: torch.device, mark: int, seconds: float) -> int:
-        """The host's clock, so many seconds after a mark."""
+        """The time on the host's clock that is ``seconds`` after a mark."""
         at, begin, end = self._at[device], self._begin[device], self._end[device]
         share = (at[mark] + seconds) / at[-1] if at[-1] > 0 else 0.0
         return begin + round(share * (end - begin))
@@ -86,7 +86,7 @@ class DeviceClock:
 
 
 class ClockOffset(NamedTuple):
-    """The difference to the first rank's clock, and the error of that, in nanoseconds."""
+    """The difference to the first rank's clock, and the maximum error of the difference, in nanoseconds."""
 
     value: float = 0.0
     error: float = 0.0
@@ -97,7 +97,7 @@ class ClockOffset(NamedTuple):
 
 
 class AlignedClock:
-    """A clock whose offset is measured at the beginning and at the end, and drifts linearly in between."""
+    """A clock whose offset is measured at the beginning and at the end, and interpolated in between."""
 
     def __init__(self, at: int = 0, offset: ClockOffset | None = None) -> None:
         self.begin = self.end = (at, offset or ClockOffset())
@@ -110,7 +110,7 @@ class AlignedClock:
 
     @property
     def error(self) -> float:
-        """Seconds by which it may be off."""
+        """The maximum error in seconds."""
         return max(self.begin[1].error, self.end[1].error) / 1e9
 
 
@@ -122,7 +122,7 @@ def measure_clock_offset(
 ) -> ClockOffset:
     """This rank's offset from the first rank of the mesh. All ranks call it.
 
-    The ranks of a pipeline ask their first rank, which asks the first rank of the first replica.
+    The ranks of a pipeline measure the offset from their first rank; the first ranks, from that of the first replica.
     """
     offset = _offset_in_group(pipe, clock)
     if data is not None:
@@ -134,10 +134,10 @@ def measure_clock_offset(
 
 
 def _offset_in_group(control: ControlChannel, clock: Callable[[], int]) -> ClockOffset:
-    """The offset from the first rank of a group, which answers all others one after the other.
+    """The offset from the first rank of a group, which replies to the other ranks one after the other.
 
-    rank 1   asked ●───────────────● answered       rank 0 read its clock half-way, or at most half the round trip
-                    ╲             ╱                 away from that: the shortest of several round trips counts
+    rank 1    sent ●───────────────● received       rank 0 reads its clock in the middle of the round trip, with an
+                    ╲             ╱                 error of at most half the round trip: the shortest one is used
     rank 0           ●────────────
     """
     best = ClockOffset(0.0, float("inf"))
@@ -149,13 +149,13 @@ def _offset_in_group(control: ControlChannel, clock: Callable[[], int]) -> Clock
         control.wait_sends()
         return ClockOffset()
     for _ in range(CLOCK_ROUNDS):
-        asked = clock()
+        sent = clock()
         control.send_row(0, [0.0])
-        (there,) = control.recv_row(0, 1)
-        answered = clock()
-        half = (answered - asked) / 2
+        (remote,) = control.recv_row(0, 1)
+        received = clock()
+        half = (received - sent) / 2
         if half < best.error:
-            best = ClockOffset(there - asked - half, half)
+            best = ClockOffset(remote - sent - half, half)
     control.wait_sends()
     return best
 
@@ -166,20 +166,20 @@ def _offset_in_group(control: ControlChannel, clock: Callable[[], int]) -> Clock
 def saved_bytes(slot: Slot, engine: StageEngine) -> int:
     """The bytes of all tensors that a graph saves for its backward, without parameters and buffers.
 
-    Not counted are tensors packed by saved-tensor hooks (as checkpoints do), attributes of user-defined functions, and
-    tensors that are not dense.
+    Tensors packed by saved-tensor hooks (such as those of checkpoints), attributes of user-defined functions and
+    tensors that are not dense are not counted.
     """
     seen: set[Any] = set()
-    kept: list[Tensor] = list(slot.inputs)
-    ahead: list[Any] = [edge.node for edge in slot.roots]
-    while ahead:
-        node = ahead.pop()
+    tensors: list[Tensor] = list(slot.inputs)
+    pending: list[Any] = [edge.node for edge in slot.roots]
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        ahead += [following for following, _ in node.next_functions]
-        kept += [tensor for tensor in raw_saved_tensors(node) if tensor.layout is torch.strided]
-    return _unique_bytes(kept, engine)
+        pending += [next_node for next_node, _ in node.next_functions]
+        tensors += [tensor for tensor in raw_saved_tensors(node) if tensor.layout is torch.strided]
+    return _unique_bytes(tensors, engine)
 
 
 def deferred_bytes(slot: Slot, engine: StageEngine) -> int:
@@ -189,18 +189,18 @@ def deferred_bytes(slot: Slot, engine: StageEngine) -> int:
     return _unique_bytes([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided], engine)
 
 
-def _unique_bytes(kept: Sequence[Tensor], engine: StageEngine) -> int:
-    """The bytes of these tensors; views that overlap count once."""
+def _unique_bytes(tensors: Sequence[Tensor], engine: StageEngine) -> int:
+    """The bytes of these tensors. Overlapping views count once."""
     own = {_memory_of(tensor)[0] for tensor in (*engine.module.parameters(), *engine.module.buffers())}
-    sizes: dict[object, dict[int, int]] = {}  # by memory, and where in it
-    room: dict[object, int] = {}
-    for tensor in kept:
+    sizes: dict[object, dict[int, int]] = {}  # by memory and offset
+    capacity: dict[object, int] = {}
+    for tensor in tensors:
         place, size = _memory_of(tensor)
         if place not in own:
             views, at = sizes.setdefault(place, {}), int(tensor.storage_offset())
             views[at] = max(views.get(at, 0), tensor.nbytes)
-            room[place] = size
-    return sum(min(room[place], sum(views.values())) for place, views in sizes.items())
+            capacity[place] = size
+    return sum(min(capacity[place], sum(views.values())) for place, views in sizes.items())
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, int]:
@@ -208,7 +208,7 @@ def _memory_of(tensor: Tensor) -> tuple[object, int]:
     try:
         memory = tensor.untyped_storage()
         return (str(tensor.device), memory.data_ptr()), memory.nbytes()
-    except (RuntimeError, NotImplementedError):  # tensors without memory of their own
+    except (RuntimeError, NotImplementedError):  # a tensor without a storage
         return id(tensor), tensor.nbytes
 
 
@@ -220,14 +220,14 @@ CallKey = tuple[Instruction, str, int]  # the instruction, kind and peer of a ca
 
 @dataclass(slots=True, eq=False)
 class ProgramRecord:
-    """One run of a program: timestamps of its calls, and more of some of them, by the call's index."""
+    """One run of a program: timestamps of its calls, and further measurements by the index of the call."""
 
     calls: Sequence[CallKey]
     stamps: list[int] = field(init=False)  # before each call, and after the last
-    ends: dict[int, int] = field(default_factory=dict)  # of calls after which the recorder did more
-    sizes: dict[int, int] = field(default_factory=dict)  # bytes, of each send
-    memory: dict[int, int] = field(default_factory=dict)  # allocated bytes on the device, after an action's work
-    # On a GPU: events before and after an action's work, and their time since the run began.
+    ends: dict[int, int] = field(default_factory=dict)  # of calls that the recorder's own measurements follow
+    sizes: dict[int, int] = field(default_factory=dict)  # bytes of each send
+    memory: dict[int, int] = field(default_factory=dict)  # allocated bytes on the device after each action
+    # On a GPU: events before and after each action, and their times since the start of the run.
     events: dict[int, tuple[torch.device, Any, Any]] = field(default_factory=dict)
     seconds: dict[int, tuple[torch.device, float, float]] = field(default_factory=dict)
 
@@ -235,12 +235,12 @@ class ProgramRecord:
         self.stamps = [0] * (len(self.calls) + 1)
 
     def end(self, at: int) -> int:
-        """When a call returned; 0 if it did not."""
+        """The time at which a call returned; 0 if it did not."""
         return self.ends.get(at, self.stamps[at + 1])
 
 
 class RecordedProgram:
-    """A runner's calls, some of which record more than the time; in its first run also the bytes that graphs save."""
+    """The calls of a runner, wrapped to record sends and GPU work; in its first run also the bytes that graphs save."""
 
     def __init__(
         self, runner: Runner, clock: Callable[[], int], saved: dict[int, int], devices: DeviceClock, measure_saved: bool
@@ -279,7 +279,7 @@ class RecordedProgram:
         if info.slot.roots and info.engine.index not in self.saved:
             self.record.ends[at] = self.clock()
             self.saved[info.engine.index] = 0
-            with suppress(Exception):  # unknown kinds of tensors must not end a step
+            with suppress(Exception):  # an unknown kind of tensor must not fail the step
                 self.saved[info.engine.index] = saved_bytes(info.slot, info.engine)
 
 
@@ -291,13 +291,13 @@ class RecordedRun:
     begin: int
     end: int = 0
     failed: bool = False
-    mark: int = 0  # the mark of the device clock that its events count from
+    mark: int = 0  # the mark of the device clock from which its events are measured
     programs: list[ProgramRecord] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)  # phases before and after the program
 
 
 class StepRecorder:
-    """Records ``steps`` runs (None: all) after the first ``skip``. A backward belongs to its call."""
+    """Records ``steps`` runs (None: all) after the first ``skip``. A backward counts as a part of its call."""
 
     def __init__(
         self, devices: Iterable[torch.device], steps: int | None, skip: int, clock: Callable[[], int] = perf_counter_ns
@@ -317,7 +317,7 @@ class StepRecorder:
 
     @contextmanager
     def run(self, kind: str) -> Iterator[None]:
-        """Around one mini-batch: record it, unless it is skipped or beyond the last."""
+        """A context for one mini-batch, which records it unless it is skipped or after the last one."""
         counts = kind != "backward"
         skipped = counts and (self.skip > 0 or self.remaining == 0)
         if counts and self.skip:
@@ -340,7 +340,7 @@ class StepRecorder:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Around a phase of a run before or after the program."""
+        """A context for a phase of a run before or after its program."""
         run, begin = self.now, self.clock()
         yield
         if run is not None:
@@ -349,7 +349,7 @@ class StepRecorder:
     def run_program(self, runner: Runner) -> None:
         run = self.now
         assert run is not None
-        # The calls are made for the first run, again for the second without measuring saved bytes, and then kept.
+        # The calls are wrapped for the first run, and again for the second, which does not measure saved bytes.
         program, profiled = runner.recorded_calls, profiler_enabled()
         known = isinstance(program, RecordedProgram) and program.saved is self.saved
         if not isinstance(program, RecordedProgram) or not known or program.measure_saved or profiled:
@@ -365,7 +365,7 @@ class StepRecorder:
         runner.at = -1
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Stop recording, and wait for the GPUs. After an error, one that cannot be asked is left out."""
+        """Stop recording, and wait for the GPUs. After an error, a GPU that fails too is left out."""
         self.remaining = 0
         programs = [(run, program) for run in self.runs for program in run.programs]
         try:
@@ -378,7 +378,7 @@ class StepRecorder:
         except RuntimeError:
             if error is None:
                 raise
-            for _, program in programs:  # the host's times remain
+            for _, program in programs:  # keep the host's times only
                 program.seconds.clear()
         for _, program in programs:
             program.events.clear()

@@ -1,7 +1,7 @@
-"""A program becomes a list of calls, compiled once; a step runs down that list.
+"""Compiles the program of a rank once to a list of calls, which each step runs in order.
 
-0F3        wait_F ─▶ forward ─▶ send_F          waits and sends of other ranks are calls of their own, so that a
-0B3        wait_B ─▶ backward ─▶ send_B         rank that waits is seen to wait, and not to compute
+0F3        wait_F ─▶ forward ─▶ send_F          waits and sends between ranks are separate calls, so that the
+0B3        wait_B ─▶ backward ─▶ send_B         failure watch distinguishes a rank that waits from one that computes
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PipelineIO:
 
 @dataclass(frozen=True)
 class Bindings:
-    """The objects that a program's instructions work on. Channels are keyed by (sending stage, receiving stage)."""
+    """The objects that instructions operate on. Channels are keyed by (sending stage, receiving stage)."""
 
     stages: Mapping[int, StageEngine]  # of this rank
     slots: Mapping[tuple[int, int], Slot]
@@ -79,11 +79,11 @@ class Bindings:
 class CallInfo(NamedTuple):
     """Description of a call for the recorder."""
 
-    kind: str = ""  # "work" (of an action), "wait" (for a message), "send", "sent" (wait until a send is over), or ""
+    kind: str = ""  # "work" (of an action), "wait" (for a message), "send", "sent" (wait for a send), or ""
     engine: StageEngine | None = None  # of work
     slot: Slot | None = None  # of work
-    peer: int = -1  # the stage at the other end, of a wait or send
-    payload: Callable[[], Any] | None = None  # what is about to be sent
+    peer: int = -1  # of a wait or send: the stage at the other end
+    payload: Callable[[], Any] | None = None  # of a send: returns the message or the gradients
 
 
 _OTHER = CallInfo()
@@ -96,7 +96,7 @@ class Runner(ProgramPosition):
     def __init__(self, calls: Sequence[Call], instructions: Sequence[Instruction], infos: Sequence[CallInfo]) -> None:
         super().__init__(instructions)
         self.calls, self.infos = tuple(calls), tuple(infos)
-        self.recorded_calls: object = None  # the calls as the last recorder runs them
+        self.recorded_calls: object = None  # the calls that the last recorder has wrapped
 
     def run(self) -> None:
         for self.at, call in enumerate(self.named_calls()):  # noqa: B020
@@ -104,7 +104,7 @@ class Runner(ProgramPosition):
         self.at = -1
 
     def named_calls(self) -> Sequence[Call]:
-        """The calls; while torch's profiler is on, each is a range with the name of its action."""
+        """The calls. While torch's profiler is active, each one is a range with the name of its action."""
         if not profiler_enabled():
             return self.calls
         return [
@@ -113,10 +113,10 @@ class Runner(ProgramPosition):
         ]
 
     def halves(self) -> tuple[Runner, Runner]:
-        """The calls before the first backward, and those from there on."""
+        """Split the calls before the first backward."""
         kinds = [instruction.kind for instruction in self.instructions]
         at = next(i for i, kind in enumerate(kinds) if kind in ("R", "B"))
-        while at and kinds[at - 1] == "RECV_B":  # the backward waits for it
+        while at and kinds[at - 1] == "RECV_B":  # of the first backward
             at -= 1
         first, second = (
             Runner(self.calls[part], self.instructions[part], self.infos[part]) for part in (slice(at), slice(at, None))
@@ -125,10 +125,6 @@ class Runner(ProgramPosition):
 
 
 # ── the calls ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def offload_next_forward(slot: Slot) -> None:
-    slot.offload_next = True
 
 
 def forward_first(engine: StageEngine, k: int, slot: Slot, io: PipelineIO) -> None:
@@ -183,16 +179,16 @@ def store_input_grads(io: PipelineIO, k: int, slot: Slot) -> None:
 
 
 def compile_program(instructions: Iterable[Instruction], bindings: Bindings) -> Runner:
-    """Bind every instruction to the objects it works on.
+    """Bind every instruction to the objects that it operates on.
 
-    Channels within a process need no posted receives, and their sends are over at once. An edge between two stages of
-    one rank has no send in the program: its message is passed on right after the action that made it.
+    Channels within a process need no posted receives, and their sends complete at once. An edge between two stages of
+    one rank has no send instruction: its message is sent directly after the action that produces it.
     """
     calls: list[BoundCall] = []
     instructions = list(instructions)
     stages = bindings.stages
-    prefetches = prefetch_points(instructions) if any(stage.offload for stage in stages.values()) else {}
     offloads = {s: stage.offload for s, stage in stages.items() if stage.offload is not None}
+    prefetches = prefetch_points(instructions) if offloads else {}
     offloaded = {pair for pairs in prefetches.values() for pair in pairs if pair[0] in offloads}
     weights = next((stage.weights for stage in stages.values() if stage.weights is not None), None)
     transfers = {} if weights is None else weights.transfer_calls(instructions, stages)
@@ -204,7 +200,7 @@ def compile_program(instructions: Iterable[Instruction], bindings: Bindings) -> 
             if pair in offloaded:
                 calls.append((partial(offloads[pair[0]].prefetch, pair[1]), instruction, _OTHER))
         if kind == "F" and (stage, k) in offloaded:
-            calls.append((partial(offload_next_forward, bindings.slots[stage, k]), instruction, _OTHER))
+            calls.append((partial(setattr, bindings.slots[stage, k], "offload_next", True), instruction, _OTHER))
         if kind in COMPUTE:
             calls += _bind_action(instruction, bindings)
         elif kind == "REDUCE":
@@ -218,10 +214,10 @@ def compile_program(instructions: Iterable[Instruction], bindings: Bindings) -> 
 
 
 def _bind_action(instruction: Instruction, bindings: Bindings) -> list[BoundCall]:
-    """An action with the waits for its messages before it, and the sends that have no instruction after it.
+    """The waits for the inputs of an action, the action, and the sends that have no instruction.
 
-    The waits have the names of their receives. Sends without an instruction are those of edges inside this rank, and
-    the ends of the pipeline.
+    A wait has the name of its receive. Edges within this rank have no send instruction. At the ends of the pipeline,
+    outputs and input gradients are stored instead of sent.
     """
     kind, stage, k, _ = instruction
     engine, slot, io = bindings.stages[stage], bindings.slots[stage, k], bindings.io
@@ -272,7 +268,7 @@ def _bind_send(instruction: Instruction, peer: int, bindings: Bindings, directio
 
 
 def _bind_transfer(instruction: Instruction, bindings: Bindings) -> list[BoundCall]:
-    """A send, a receive that is posted ahead, or the wait until a send is over."""
+    """A send, a receive that is posted ahead, or the wait for a send."""
     kind, stage, k, peer = instruction
     operation, direction = kind.split("_")
     channels = bindings.forward if direction == "F" else bindings.backward
@@ -285,4 +281,4 @@ def _bind_transfer(instruction: Instruction, bindings: Bindings) -> list[BoundCa
     send = _bind_send(instruction, peer, bindings, direction)
     if ops.wait_taken is None:
         return [send]
-    return [send, (ops.wait_taken, instruction._replace(kind="SENT_F"), sent)]  # in lockstep
+    return [send, (ops.wait_taken, instruction._replace(kind="SENT_F"), sent)]  # lockstep channel

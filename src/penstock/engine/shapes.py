@@ -1,8 +1,8 @@
 """Shape inference on fake tensors: no kernel runs, and no module state changes.
 
-A stage's forward is propagated once per new signature of its input, on a copy with fake parameters and buffers; then
-its backward, to learn which inputs get a gradient at all. The forward goes down the pipeline; which outputs will get
-gradients comes back up.
+For each new signature of its input, a stage's forward is run once on a copy with fake parameters and buffers. Then its
+backward is run, to find the inputs that get a gradient. The forwards run from the first stage to the last, the
+backwards from the last to the first.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from penstock.errors import PlanError, text_of
 class FakeStage:
     """A stage's module with fake parameters and buffers.
 
-    A module that can be copied is run as a copy without the user's hooks, so that its Python state stays untouched.
-    Otherwise the module itself is run, with its parameters and buffers replaced. ``pairs`` are the submodules and those
-    of the copy.
+    A module that can be copied is run as a copy without the user's hooks, so that its Python state does not change.
+    Otherwise the module itself is run, with its parameters and buffers replaced. ``pairs`` are the submodules with
+    their copies.
     """
 
     def __init__(self, stage: int, module: nn.Module, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class FakeStage:
                 part._backward_hooks.clear()
                 part._backward_pre_hooks.clear()
                 if isinstance(part, BatchNorm) and part.momentum is None:
-                    part.momentum = 0.0  # it would ask a fake tensor for its value
+                    part.momentum = 0.0  # None reads the value of num_batches_tracked, a fake tensor
             self.run = copied
             self.pairs = list(zip(module.modules(), copied.modules(), strict=True))
 
@@ -85,7 +85,7 @@ class Propagation:
         self.outgoing: list[MessageMeta] = []
 
     def forward(self, metas: Sequence[MessageMeta], num_targets: int) -> list[MessageMeta]:
-        """The message on each outgoing edge, given those on the incoming edges."""
+        """The metadata of the message on each outgoing edge, given those of the incoming edges."""
         device = self.fake.device
         with ExitStack() as stack:
             stack.enter_context(self.fake.mode)
@@ -107,10 +107,9 @@ class Propagation:
                 output = self.fake.run(*values)
             except Exception as error:
                 problem = PlanError(
-                    f"stage {self.fake.stage} could not be run on fake tensors to learn its output's shape, for an "
-                    f"input of {', '.join(map(str, metas))}: {type(error).__name__}: {text_of(error)}. If its shapes "
-                    "depend on the data, or it needs numbers that fake tensors do not have, say Pipeline(…, "
-                    "dynamic=True)"
+                    f"stage {self.fake.stage} could not be run on fake tensors to infer the shape of its output, for "
+                    f"an input of {', '.join(map(str, metas))}: {type(error).__name__}: {text_of(error)}. If its "
+                    "shapes depend on the data, or it reads values of tensors, pass Pipeline(…, dynamic=True)"
                 )
                 problem.stage = self.fake.stage
                 raise problem from error
@@ -119,13 +118,14 @@ class Propagation:
             return self.outgoing
 
     def backward(self, present: Sequence[Sequence[bool]] | None) -> list[list[bool]]:
-        """Per incoming edge: which of the inputs that want a gradient get one, if the outputs marked ``present`` do.
+        """Per incoming edge: whether each input that wants a gradient gets one.
 
-        ``present`` is per outgoing edge; None is for the last stage, all of whose outputs get one.
+        ``present`` marks the outputs that get a gradient, per outgoing edge. None is for the last stage, where all
+        outputs get one.
         """
-        expected = [there for row in present or () for there in row] or [True] * len(self.roots)
+        expected = [exists for row in present or () for exists in row] or [True] * len(self.roots)
         metas = [meta.leaves[i] for meta in self.outgoing for i in meta.wants]
-        wanted = [pair for *pair, there in zip(self.roots, metas, expected, strict=True) if there]
+        wanted = [pair for *pair, exists in zip(self.roots, metas, expected, strict=True) if exists]
         inputs, self.inputs, self.roots = self.inputs, [], ()
         found = [False] * len(inputs)
         if wanted and inputs:
@@ -134,6 +134,6 @@ class Propagation:
                     seeds = [torch.empty(meta.shape, dtype=meta.dtype, device=self.fake.device) for _, meta in wanted]
                     grads = torch.autograd.grad([root for root, _ in wanted], inputs, seeds, allow_unused=True)
                 found = [grad is not None for grad in grads]
-            except Exception:  # fake tensors cannot follow this backward: expect all; missing ones are sent as zeros
+            except Exception:  # an op does not support fake tensors: expect all; missing gradients are sent as zeros
                 found = [True] * len(inputs)
         return [found[a:b] for a, b in pairwise(accumulate(self.inputs_per_edge, initial=0))]

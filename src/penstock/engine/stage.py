@@ -3,13 +3,13 @@
 A slot holds everything that a micro-batch needs between its forward and the end of its backward:
 
     message ─▶ inputs ──module──▶ output ─▶ message      F  keeps inputs (leaves) and roots (gradient edges of the
-                 │ .grad            │ edge                  outputs); the output's data leaves with the message
-    grads ◀──────┘ ◀──autograd──── roots ◀── grads       B  the inputs' gradients leave with the message back
+                 │ .grad            │ edge                  outputs); the data of the outputs is sent and dropped
+    grads ◀──────┘ ◀──autograd──── roots ◀── grads       B  the gradients of the inputs are sent and dropped
 
-A micro-batch that is recomputed keeps its input alone; R runs the module once more to get inputs and roots.
+A micro-batch that is recomputed keeps only its input; R runs the module again to rebuild inputs and roots.
 
 Messages of several incoming edges are merged into one; an output with several outgoing edges is split into one message
-for each. A stage does not know where messages come from or go to: the channels do.
+for each. The channels, not the stage, determine the source and the destination of a message.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Slot:
     inputs: Sequence[Tensor] = ()
     roots: Sequence[GradientEdge] = ()
     messages: list[Message | None] = field(default_factory=list)  # per outgoing edge; of the last stage, one
-    inputs_per_edge: Sequence[int] = ()  # with several incoming edges
+    inputs_per_edge: Sequence[int] = ()  # set for several incoming edges
     grads: list[Grads] = field(default_factory=list)  # per incoming edge; of the first stage, one
     offload_next: bool = False  # whether the next forward's saved tensors are offloaded to the host
 
@@ -106,7 +106,7 @@ def make_slots(program: LoweredProgram, stages: Mapping[int, StageEngine]) -> di
 class ParallelizedStage:
     """Properties of a stage that ``Pipeline(…, parallelize=…)`` has wrapped or changed."""
 
-    fake: FakeStage | None  # a copy from before, whose edges carry the same; None where the stage itself can be copied
+    fake: FakeStage | None  # a copy of the stage before the change, if the changed stage cannot be copied
     wrapped: Mapping[int, DdpSettings]  # by parameter identity
     sharded: FsdpStage | None  # the part that FSDP manages
 
@@ -126,23 +126,23 @@ class StageEngine:
     num_targets: int = 1  # edges out of it
     microbatches: Sequence[MicroBatch] = ()  # of the run: ``current_microbatch`` returns one of them
     context: CallerContext | None = None  # entered for each forward
-    # A mode is everything that a forward may depend on: training flags of the modules, autocast, default device. There
-    # is one object for each, compared by identity. The attributes below name the mode in which …
+    # A mode is the state that a forward depends on: training flags of the modules, autocast, default device. Each mode
+    # is one object, compared by identity. The attributes below hold the mode in which …
     mode: object = None
     modes: dict[object, object] = field(default_factory=dict)
-    no_input_mutation_in: object = _NO_MODE  # … the module was seen not to change its inputs in place,
-    no_input_mutation_recomputing_in: object = _NO_MODE  # … the same in forwards that are recomputed,
-    fast_path_in: object = _NO_MODE  # … a forward is a call of the module and nothing else,
+    no_input_mutation_in: object = _NO_MODE  # … the module did not change its inputs in place,
+    no_input_mutation_recomputing_in: object = _NO_MODE  # … the same for forwards that will be recomputed,
+    fast_path_in: object = _NO_MODE  # … a forward only calls the module,
     fast_path_no_grad_in: object = _NO_MODE  # … the same for inputs that need no gradient.
-    mutates_sometimes: bool = False  # the module changes its inputs for some micro-batches and not for others
-    shared_parameters: Sequence[Tensor] = ()  # parameters that other threads add gradients to
-    offload: ActivationOffload | None = None  # on a GPU, when activations are offloaded
-    weights: HostWeights | None = None  # on a GPU, when weights live on the host
-    rng: StageRng | None = None  # when random numbers are seeded, or must be repeated
-    buffer_guard: BufferGuard | None = None  # when forwards are recomputed
-    python_state: PythonStateGuard | None = None  # the same
-    shared_state: SharedStateCheck | None = None  # when other stages have some of this stage's state
-    norms: DeferredStatistics | None = None  # when BatchNorm statistics are those of the mini-batch
+    mutates_sometimes: bool = False  # the module changes its inputs in place for some micro-batches only
+    shared_parameters: Sequence[Tensor] = ()  # parameters whose gradients other threads accumulate too
+    offload: ActivationOffload | None = None  # set on a GPU if activations are offloaded
+    weights: HostWeights | None = None  # set on a GPU if weights are offloaded
+    rng: StageRng | None = None  # set if random numbers are seeded, or repeated in recomputes
+    buffer_guard: BufferGuard | None = None  # set if forwards are recomputed
+    python_state: PythonStateGuard | None = None  # set if forwards are recomputed
+    shared_state: SharedStateCheck | None = None  # set if other stages share some of this stage's state
+    norms: DeferredStatistics | None = None  # set if BatchNorm statistics are deferred
     parallel: ParallelizedStage | None = None
     _recorder: WeightGradRecorder | None = None
 
@@ -150,7 +150,7 @@ class StageEngine:
         self.submodules = list(self.module.modules())
 
     def new_queue(self) -> WeightGradQueue:
-        """A queue for the weight gradients of one micro-batch in flight, where the backward is split."""
+        """A queue for the deferred weight gradients of one micro-batch in flight."""
         if self._recorder is None:
             sharded = None if self.parallel is None else self.parallel.sharded
             if sharded is not None:  # the forward uses the gathered parameters
@@ -160,7 +160,7 @@ class StageEngine:
         return WeightGradQueue(self._recorder)
 
     def forward(self, microbatch: int, message: Message, slot: Slot) -> None:
-        """Run the module. Its output is left in ``slot.messages``, the output's gradient edges in ``slot.roots``."""
+        """Run the module; store its output in ``slot.messages``, and the output's gradient edges in ``slot.roots``."""
         leaves, spec, wants, shared = message
         if (
             self.mode is not (self.fast_path_in if wants else self.fast_path_no_grad_in)
@@ -195,7 +195,7 @@ class StageEngine:
         slot.messages = [found]
 
     def _forward(self, microbatch: int, message: Message, slot: Slot) -> None:
-        """The general forward, of which ``forward`` is the fast path."""
+        """The general case of ``forward``, which is the fast path."""
         saved = slot.saved
         if saved is None or not torch.is_grad_enabled():
             self._run(microbatch, message, slot)
@@ -216,15 +216,14 @@ class StageEngine:
             slot.queue.clear()
 
     def recompute(self, microbatch: int, slot: Slot) -> None:
-        """Run the module on its saved input once more, for the graph; the output is dropped."""
+        """Run the module on its saved input again to rebuild the graph; drop the output."""
         saved = slot.saved
         assert saved is not None
         assert saved.message is not None
         if _leaf_versions(saved.message) != saved.versions:
             raise PlanError(
-                f"an input of stage {self.index} was changed in place after its forward, which is to be recomputed "
-                "from it: change a copy instead (x.clone()), or keep this stage's activations (recompute='never' "
-                "for it)"
+                f"an input of stage {self.index} was changed in place after its forward, but the recompute needs it: "
+                "change a copy instead (x.clone()), or keep this stage's activations (recompute='never' for it)"
             )
         message = saved.message._replace(leaves=list(saved.message.leaves))
         forward_state.recomputing, forward_state.keeper = True, saved.keeper
@@ -239,12 +238,12 @@ class StageEngine:
         leaves, spec, wants, shared = message
         slot.inputs = inputs = tuple(leaves[i].requires_grad_() for i in wants)
         if slot.saved is not None:
-            careful = self.mode is not self.no_input_mutation_recomputing_in
-            if careful:  # the saved input must not change
+            protect_inputs = self.mode is not self.no_input_mutation_recomputing_in
+            if protect_inputs:  # the saved input must not change
                 leaves[:] = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         else:
-            careful = self.mode is not self.no_input_mutation_in
-            if careful:
+            protect_inputs = self.mode is not self.no_input_mutation_in
+            if protect_inputs:
                 for i, leaf in zip(wants, inputs, strict=True):
                     leaves[i] = unsafe_view(leaf, leaf.shape)
         if shared and torch.is_inference_mode_enabled():
@@ -256,7 +255,7 @@ class StageEngine:
             with self._forward_contexts(microbatch, slot, leaves, recomputing):
                 output = self._call(microbatch, value, slot)
         except RuntimeError as error:
-            if not careful:
+            if not protect_inputs:
                 self._note_input_mutation(error)
             raise
         if shared and versions != [leaves[i]._version for i in shared]:
@@ -264,11 +263,11 @@ class StageEngine:
                 f"stage {self.index} changes one of its inputs in place, and another stage uses that value as well, or "
                 "another input is a view of it: change a copy instead (x.clone()), or cut elsewhere"
             )
-        if careful and slot.saved is not None:
+        if protect_inputs and slot.saved is not None:
             changed = any(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
             self.no_input_mutation_recomputing_in = _NO_MODE if changed or self.mutates_sometimes else self.mode
-        elif careful:
-            self._learn_input_mutation(leaves, wants, inputs)
+        elif protect_inputs:
+            self._detect_input_mutation(leaves, wants, inputs)
         index = self.index if self.loss is None else None
         messages, slot.roots = detach_outputs_per_edge(output, self.num_targets, index)
         if shared and self.loss is None:
@@ -284,9 +283,9 @@ class StageEngine:
     def _forward_contexts(
         self, microbatch: int, slot: Slot, leaves: Sequence[Any], recomputing: bool
     ) -> AbstractContextManager[Any]:
-        """Everything that a forward runs in: offload, the caller's context, RNG, buffers, weight-gradient recording."""
+        """The contexts of a forward: offload, the caller's context, RNG, buffers, weight-gradient recording."""
         if self._needs_no_context() and slot.saved is None and not slot.offload_next:
-            # Without a stack, which costs more than the recording.
+            # An ExitStack costs more than the recording.
             return nullcontext() if slot.queue is None else slot.queue.recording()
         stack = ExitStack()
         if slot.offload_next:
@@ -335,21 +334,21 @@ class StageEngine:
             forward_state.microbatch = None
 
     def _note_input_mutation(self, error: RuntimeError) -> None:
-        """Explain autograd's error for a module that changes an input that it was thought not to change."""
+        """Explain autograd's error for a module that changes an input in place, but did not in earlier forwards."""
         if "leaf Variable that requires grad" in str(error):
             self.no_input_mutation_in = self.no_input_mutation_recomputing_in = self.fast_path_in = _NO_MODE
             self.mutates_sometimes = True
-            error.add_note("the stage changes its input in place, and did not before: run the step again")
+            error.add_note("the stage changed its input in place, but not in earlier forwards: run the step again")
 
-    def _learn_input_mutation(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
-        """Learn whether the module changes its inputs in place.
+    def _detect_input_mutation(self, leaves: Sequence[Tensor], wants: Sequence[int], inputs: Sequence[Tensor]) -> None:
+        """Detect whether the module changes its inputs in place.
 
-        Autograd forbids that for a leaf and for a view of one, so the module was given neither. From now on, a module
-        that does not do it is given the leaf itself while it stays in this mode: one node less each way. Inputs that
-        need no gradient are always given as they are.
+        Autograd forbids this for a leaf and for a view of a leaf, so the module received neither. A module without such
+        changes receives the leaf itself from now on, while it stays in this mode: one autograd node less in each
+        direction. Inputs that need no gradient are always passed directly.
         """
         changed = [leaf for i, leaf in zip(wants, inputs, strict=True) if leaves[i]._version]
-        for leaf in changed:  # tells the stage before, if it saved its output for its backward
+        for leaf in changed:  # autograd detects the change if the stage before saved its output
             increment_version(leaf)
         simple = self.num_sources == self.num_targets == 1 and self._needs_no_context()
         if not wants:
@@ -362,7 +361,7 @@ class StageEngine:
                 self.fast_path_in = self.mode
 
     def backward(self, grads: Grads, slot: Slot) -> None:
-        """Turn the gradients of the outputs into those of the inputs (``slot.grads``) and of the parameters."""
+        """Compute the gradients of the inputs (``slot.grads``) and of the parameters from those of the outputs."""
         roots, inputs = slot.roots, slot.inputs
         for grad in grads:
             if grad is None:
@@ -371,7 +370,7 @@ class StageEngine:
         if roots and self.norms is None:
             run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
         elif roots and self.norms is not None:
-            with self.norms.ignoring:  # the user's own checkpoint may run a forward in here
+            with self.norms.ignoring:  # a checkpoint inside the module recomputes its forward here
                 run_backward(tuple(roots), tuple(grads), False, False, (), True, True)
         if len(inputs) == 1 and not slot.inputs_per_edge:
             (leaf,) = inputs
@@ -385,18 +384,18 @@ class StageEngine:
         slot.inputs = slot.roots = ()
 
     def input_gradient(self, grads: Grads, slot: Slot) -> None:
-        """The first half of a backward; weight gradients that the queue defers are left for ``weight_gradient``."""
+        """The first half of a backward. ``weight_gradient`` computes the weight gradients that the queue defers."""
         assert slot.queue is not None
         with slot.queue.deferring(() if self.device.type == "cpu" else slot.roots):
             self.backward(grads, slot)
 
     def weight_gradient(self, slot: Slot) -> None:
-        """The second half: compute the deferred weight gradients."""
+        """The second half of a backward: compute the deferred weight gradients."""
         assert slot.queue is not None
         slot.queue.run()
 
     def gradients(self, grads: Grads, slot: Slot, wanted: Sequence[Tensor], keep: bool) -> Grads:
-        """Like ``backward``, but the gradients of ``wanted`` are returned, and no ``.grad`` changes."""
+        """Like ``backward``, but return the gradients of ``wanted`` and change no ``.grad``."""
         roots, grads = _drop_missing_grads(slot.roots, grads)
         targets = (*slot.inputs, *wanted)
         found: list[Tensor | None]
@@ -416,7 +415,7 @@ class StageEngine:
 def begin_run(
     stages: Iterable[StageEngine], context: CallerContext, variants: Sequence[str | None], run_name: str
 ) -> Sequence[MicroBatch]:
-    """Prepare the stages for forwards of micro-batches of these kinds of call in the caller's context."""
+    """Prepare the stages for a run. ``variants`` are the kinds of call of its micro-batches."""
     made = [MicroBatch(k, variant) for k, variant in enumerate(variants)]
     for stage in stages:
         stage.microbatches = made

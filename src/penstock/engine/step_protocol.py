@@ -1,15 +1,15 @@
-"""The per-step protocol: ranks agree on the kind of a mini-batch, and infer shapes once per kind.
+"""The per-step protocol: the first rank announces the kind of a mini-batch, and ranks infer shapes once per kind.
 
-The first rank sends one row of numbers to each other rank, which names the kind of the next mini-batch. If the kind is
-new (other sizes, shapes, dtypes or modes), its `StepHeader` follows, and the ranks infer together what will cross every
-edge: forward down the stages, gradients back up. In a dynamic pipeline they do not: there every message describes
-itself, and a kind is the micro-batches' sizes alone.
+The first rank sends the number of the kind of the next mini-batch to each other rank. If the kind is new (other sizes,
+shapes, dtypes or modes), it also sends a `StepHeader`, and the ranks together infer the messages on every edge: outputs
+from the first stage to the last, then gradients from the last to the first. In a dynamic pipeline nothing is inferred:
+every message has a header, and a kind is determined by the sizes of the micro-batches.
 
-Ranks of a pipeline that are given different mini-batches would train on the inputs of one with the targets of another.
-For each new kind, and in some of the other steps, they compare a sample of what they were given.
+If the ranks of a pipeline were given different mini-batches, they would train on the inputs of one with the targets of
+another. For each new kind, and in some of the other steps, they compare a sample of their mini-batches.
 
-A rank that was given inputs or targets that another rank needs sends them there. Which rank sends the targets of a kind
-of mini-batch is agreed on when it comes for the first time. Inputs are asked for in each step.
+A rank that was given inputs or targets that another rank needs sends them there. The rank that sends the targets is
+determined once per kind of mini-batch; the rank that sends the inputs, in each step.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from penstock.errors import PlanError
 from penstock.schedule.schedule import Edge
 from penstock.split.plan import Plan
 
-Given = tuple[Any, Any]  # the inputs and the targets that this rank was given; None: it was given none
+Given = tuple[Any, Any]  # the inputs and the targets that this rank was given; None if it was given none
 
-REJECTED, KNOWN, COMPARED, NEW, EMPTY, QUERY_INPUTS, SEND_INPUTS = range(7)  # COMPARED: known, and to be compared
+REJECTED, KNOWN, COMPARED, NEW, EMPTY, QUERY_INPUTS, SEND_INPUTS = range(7)  # COMPARED: known, ranks compare samples
 
-MAX_KINDS = 256  # kinds of mini-batch that each rank remembers: batches of ever new shapes must not pile up
+MAX_KINDS = 256  # kinds of mini-batch that each rank keeps, if every mini-batch has new shapes
 
-COMPARE_EVERY = 64  # mini-batches; before that, each whose number is a power of two: most mistakes show at once
+COMPARE_EVERY = 64  # mini-batches; before that at powers of two, because most mistakes show in the first steps
 
 
 class StepRejected(Exception):
-    """The mini-batch cannot be run, which all ranks of the pipeline know: nothing has begun."""
+    """The mini-batch cannot be run. All ranks of the pipeline raise this before the step begins."""
 
 
 @dataclass
 class StepHeader:
-    """One kind of mini-batch: sizes and kinds of its micro-batches, and what crosses each edge for each kind."""
+    """One kind of mini-batch: sizes and kinds of its micro-batches, and the messages on each edge for each kind."""
 
     number: int
     training: bool
@@ -55,15 +55,15 @@ class StepHeader:
     sizes: tuple[int, ...]
     kinds: tuple[int, ...]  # of each micro-batch; those of one kind have the same shapes
     variants: tuple[str | None, ...] = ()  # kinds of call of the micro-batches, for models whose forward is recorded
-    caller_loss: bool = False  # the caller computes the loss: backwards come when all forwards are over
-    targets_rank: int | None = None  # the rank that was given the targets; None: no rank was
-    crossing: dict[Edge, list[MessageMeta]] = field(default_factory=dict)  # per kind
-    gradients: dict[Edge, list[list[bool]]] = field(default_factory=dict)  # which tensors receive one, per kind
+    caller_loss: bool = False  # the caller computes the loss: all forwards run before the backwards
+    targets_rank: int | None = None  # the rank that was given the targets, if any
+    crossing: dict[Edge, list[MessageMeta]] = field(default_factory=dict)  # messages, per kind
+    gradients: dict[Edge, list[list[bool]]] = field(default_factory=dict)  # whether each tensor gets one, per kind
 
 
 @dataclass
 class StepProtocol:
-    """Announces mini-batches, and remembers the kinds that this rank has seen."""
+    """Announces mini-batches, and keeps the headers of their kinds."""
 
     control: ControlChannel
     rank: int
@@ -73,12 +73,12 @@ class StepProtocol:
     dynamic: bool = False
 
     def __post_init__(self) -> None:
-        self.count = 0  # of kinds so far, evicted ones included
+        self.count = 0  # of kinds so far, including evicted ones
         self.num_announced = [0, 0]  # evaluations, and mini-batches with gradients
         self.headers: LRUCache[int, StepHeader] = LRUCache(MAX_KINDS)
         self.numbers: LRUCache[Hashable, int] = LRUCache(MAX_KINDS)
         self.others = [rank for rank in range(max(self.placement) + 1) if rank != self.rank]
-        # Frozen parameters and training flags of the whole model: a script sets the same on every rank.
+        # Frozen parameters and training flags of the whole model, which are the same on every rank.
         model = self.plan.require_chain().model
         self.parameters, self.modules = list(model.parameters()), list(model.modules())
 
@@ -93,7 +93,6 @@ class StepProtocol:
         given: Given,
         caller_loss: bool,
     ) -> StepHeader:
-        """Announce a mini-batch to the other ranks."""
         context = caller_context()
         if not sizes:
             self.send_all([EMPTY, 0])
@@ -124,16 +123,16 @@ class StepProtocol:
         return header
 
     def fetch_inputs(self) -> Any:
-        """The inputs, from a rank that was given them; None where no rank was."""
+        """Receive the inputs from a rank that was given them; None if no rank was."""
         self.send_all([QUERY_INPUTS, 0])
-        having = [rank for rank in self.others if self.control.recv_row(rank, 1)[0]]
-        if not having:
+        holders = [rank for rank in self.others if self.control.recv_row(rank, 1)[0]]
+        if not holders:
             return None
-        self.send_all([SEND_INPUTS, having[0]])
-        return self.control.recv(having[0])
+        self.send_all([SEND_INPUTS, holders[0]])
+        return self.control.recv(holders[0])
 
     def reject(self, message: str) -> None:
-        """Tell the other ranks that there is no step, and why."""
+        """Send the reason why the mini-batch cannot be run to the other ranks."""
         self.send_all([REJECTED, 0])
         for rank in self.others:
             self.control.send(rank, message)
@@ -142,7 +141,7 @@ class StepProtocol:
     # ── the other ranks ──────────────────────────────────────────────────────────────────────────────────────
 
     def receive(self, training: bool, given: Given, caller_loss: bool) -> StepHeader:
-        """Wait for the first rank's announcement, and send it this rank's inputs if it asks for them."""
+        """Wait for the first rank's announcement. Send this rank's inputs to it if it requests them."""
         first, context, inputs = self.placement[0], caller_context(), given[0]
         code, number = (int(x) for x in self.control.recv_row(first, 2))
         while code in (QUERY_INPUTS, SEND_INPUTS):
@@ -157,11 +156,11 @@ class StepProtocol:
             return StepHeader(-1, training, context, (), ())
         header = self.control.recv(first) if code == NEW else self.headers[number]
         if (header.training, header.caller_loss) != (training, caller_loss):
-            there, here = (
+            first_call, own_call = (
                 "a forward" if outside else "a step" if trains else "a call"
                 for trains, outside in ((header.training, header.caller_loss), (training, caller_loss))
             )
-            raise PlanError(f"the first rank runs {there} of the pipeline, but this rank runs {here}")
+            raise PlanError(f"the first rank runs {first_call} of the pipeline, but this rank runs {own_call}")
         if header.context != context:
             raise PlanError(f"the first rank runs under {header.context}, but this rank under {context}")
         if code == NEW:
@@ -173,7 +172,7 @@ class StepProtocol:
     # ── all ranks ────────────────────────────────────────────────────────────────────────────────────────────
 
     def exchange_targets(self, header: StepHeader, targets: Any) -> Any:
-        """The targets, on the rank of the last stage: its own, or those of the rank that was given them."""
+        """The targets, on the rank of the last stage: received from another rank if this rank was given none."""
         last, source = self.placement[-1], header.targets_rank
         if source is not None and source != last:
             if self.rank == source:
@@ -184,7 +183,7 @@ class StepProtocol:
         return targets
 
     def _compare(self, given: Given) -> list[bool]:
-        """Reject the mini-batch on all ranks if they were given different ones; returns which ranks have targets."""
+        """Raise on all ranks if they were given different mini-batches; return whether each rank has targets."""
         sample = sample_values(given[0], "inputs") | sample_values(given[1], "targets")
         everyone = self.control.gather((given[1] is not None, sample))
         known: dict[str, tuple[int, str]] = {}
@@ -203,10 +202,10 @@ class StepProtocol:
         return [has for has, _ in everyone]
 
     def _complete(self, header: StepHeader, inputs: list[MessageMeta] | None, given: Given) -> None:
-        """Fill in the header of a new kind, together with the other ranks."""
+        """Complete the header of a new kind, together with the other ranks."""
         last = self.placement[-1]
-        having = [rank for rank, has in enumerate(self._compare(given)) if has]
-        header.targets_rank = last if last in having else next(iter(having), None)
+        holders = [rank for rank, has in enumerate(self._compare(given)) if has]
+        header.targets_rank = last if last in holders else next(iter(holders), None)
         for variant in dict.fromkeys(header.variants):
             self.plan.require_chain().prepare(self.plan.groups, variant)
         if not self.dynamic:
@@ -214,7 +213,7 @@ class StepProtocol:
         self.headers[header.number] = header
 
     def _infer(self, header: StepHeader, inputs: list[MessageMeta] | None) -> None:
-        """Propagate each kind of micro-batch through the stages, this rank's own on fake tensors."""
+        """Infer the messages of each kind of micro-batch: each rank runs its own stages on fake tensors."""
         count = max(header.kinds) + 1
         runs: dict[int, list[Propagation]] = {}
         crossing, gradients, plan = header.crossing, header.gradients, self.plan
@@ -238,7 +237,7 @@ class StepProtocol:
                     self._send_meta((src, s), gradients, src, [row[i] for row in rows])
 
     def _send_meta(self, edge: Edge, known: dict[Edge, Any], stage: int, value: Any) -> None:
-        """Store what is known of an edge, and send it to the rank of the stage at its other end."""
+        """Store the metadata of an edge, and send it to the rank of the stage at its other end."""
         known[edge] = value
         rank = self.placement[stage]
         if rank != self.rank:

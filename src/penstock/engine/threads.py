@@ -38,10 +38,10 @@ from penstock.schedule.schedule import Edge, Schedule
 from penstock.split.plan import Plan
 
 Task = Callable[[], None]
-Inbox: TypeAlias = "SimpleQueue[tuple[Task, RunReport] | None]"
+TaskQueue: TypeAlias = "SimpleQueue[tuple[Task, RunReport] | None]"
 StageBackward = Callable[[StageEngine, Grads, Slot], None]
 
-STREAM_AHEAD = 2  # mini-batches of a stream that are in flight beside the one whose outputs are consumed
+STREAM_AHEAD = 2  # mini-batches of a stream in flight, besides the one whose outputs are consumed
 POLL_SECONDS = 0.2  # between two checks for a hang
 
 _threads_lock = threading.Lock()
@@ -49,7 +49,7 @@ _threads_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class ThreadProgram:
-    """One compiled program per rank, the channels between them, and what a step feeds in and takes out."""
+    """One compiled program per rank, the channels between them, and their inputs and outputs."""
 
     runners: tuple[Runner, ...]
     channels: tuple[LocalChannel, ...]
@@ -89,56 +89,54 @@ class ThreadExecutor(Executor):
         placement = self.placement
         devices = [self.stages[placement.index(rank)].device for rank in range(max(placement) + 1)]
         on_cpu = sum(device.type == "cpu" for device in devices)
-        cpu_threads = max(1, torch.get_num_threads() // max(1, on_cpu))  # that an operator uses in each worker
-        self.inboxes: list[Inbox] = [SimpleQueue() for _ in devices]
+        cpu_threads = max(1, torch.get_num_threads() // max(1, on_cpu))  # of an operator in each worker
+        self.task_queues: list[TaskQueue] = [SimpleQueue() for _ in devices]
         self.threads = [
             threading.Thread(
-                target=_worker_loop, args=(inbox, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
+                target=_worker_loop, args=(task_queue, device, cpu_threads), name=f"penstock rank {rank}", daemon=True
             )
-            for rank, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True))
+            for rank, (task_queue, device) in enumerate(zip(self.task_queues, devices, strict=True))
         ]
         for thread in self.threads:
             thread.start()
-        self._end_threads = weakref.finalize(self, _end_threads, self.inboxes)
-        self.lock = threading.RLock()  # one run at a time, also where user threads share the pipeline
+        self._end_threads = weakref.finalize(self, _end_threads, self.task_queues)
+        self.lock = threading.RLock()  # one run at a time, also if user threads share the pipeline
         self._programs: LRUCache[tuple[bool, int], ThreadProgram] = LRUCache(8)
 
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
 
     def _run_minibatch(self, value: Any, targets: Any, outputs: Outputs, *, training: bool, loss: bool) -> StepOutcome:
         with self._running("step" if training else "evaluate"):
-            end = self.loss
+            collector = self.loss
             sizes, messages, variants = self.split(value, grad=training)
             if not training:
                 messages = [message._replace(wants=()) for message in messages]
-            missing = targets is None and end.rule.wants_targets
+            missing = targets is None and collector.rule.wants_targets
             if training and missing:
                 raise PlanError("there are no targets: pass them to step(inputs, targets), or leave out loss_fn")
             parts = split_targets(targets, sizes, self.last_device) if loss and not missing else None
             program = self.program(training, len(sizes))
             io = program.io
-            end.begin(sizes, parts, outputs, training=training)
-            io.seed = end.seed
+            collector.begin(sizes, parts, outputs, training=training)
+            io.seed = collector.seed
             grads: list[Grads] = [()] * len(sizes)
             io.grads = grads
             edges = input_edges(messages)
             with BorrowedInputs(messages) as io.inputs:
                 self.run(program, variants, grad=training, run_name=self.next_run_name(training=training))
             io.inputs, io.grads = [], None
-            total, factor = end.finish()
+            total, factor = collector.finish()
             if self.ties.copies and training:
                 self.ties.sum_grads()
             backward_inputs(edges, grads, factor)
-            return StepOutcome(total, factor if training else None, end.take_outputs(), sum(sizes), len(sizes))
+            return StepOutcome(total, factor if training else None, collector.take_outputs(), sum(sizes), len(sizes))
 
     def split(self, value: Any, *, grad: bool) -> SplitInputs:
-        """The micro-batches of a mini-batch."""
         variant = self.plan.require_chain().variant
         return split_inputs(value, self.source.count, self.first_device, variant, grad=grad)
 
     @contextmanager
     def _running(self, kind: str) -> Iterator[None]:
-        """Around one mini-batch."""
         with self.lock, self.recording_run(kind), commit_statistics(self.norms) if self.norms else nullcontext():
             yield
 
@@ -178,7 +176,7 @@ class ThreadExecutor(Executor):
         backward: StageBackward = StageEngine.backward,
         lockstep: bool = False,
     ) -> ThreadProgram:
-        """Compile one order per rank, or one order for the stages of all ranks."""
+        """Compile one order per rank, or a single order for the stages of all ranks."""
         device = {index: stage.device for index, stage in self.stages.items()}
         timers = tuple(WaitTimer() for _ in orders)
         rank_of = {s: 0 if len(orders) == 1 else self.placement[s] for s in self.stages}
@@ -186,9 +184,9 @@ class ThreadExecutor(Executor):
         forwards: dict[Edge, LocalChannel] = {}
         for a, b in self.edges:
             ends = (microbatches, device[a], device[b], timer[b])
-            # A skip connection over several stages may be as far ahead as the activations beside it.
-            lock = partial(LockstepChannel, sender_wait_timer=timer[a], room=b - a - 1)
-            forwards[a, b] = lock(*ends) if lockstep else LocalChannel(*ends)
+            # A skip connection over several stages holds as many messages as the activations on its way.
+            new_lockstep = partial(LockstepChannel, sender_wait_timer=timer[a], room=b - a - 1)
+            forwards[a, b] = new_lockstep(*ends) if lockstep else LocalChannel(*ends)
         backwards = {(b, a): LocalChannel(microbatches, device[b], device[a], timer[a]) for a, b in self.edges}
         runners = []
         for rank, order in enumerate(orders):
@@ -205,9 +203,9 @@ class ThreadExecutor(Executor):
         run_name: str,
         context: CallerContext | None = None,
     ) -> bool:
-        """Run all programs to their end, or raise the first failure and drop everything that it left behind.
+        """Run all programs to their end, or raise the first failure and drop the state of the failed run.
 
-        Forwards run in ``context``, by default the caller's. A recompute knows its variant from its first forward.
+        Forwards run in ``context``, by default the caller's. A recompute uses the variant of its original forward.
         Returns whether a layer has called ``current_microbatch``.
         """
         variants = variants or [None] * program.microbatches
@@ -219,14 +217,14 @@ class ThreadExecutor(Executor):
         return any(microbatch.known for microbatch in microbatches)
 
     def tasks(self, program: ThreadProgram, *, grad: bool) -> list[Callable[[], None]]:
-        """One task per worker: run its program in the caller's CUDA streams and grad mode."""
+        """One task per worker, which runs its program on the caller's CUDA streams and in the caller's grad mode."""
         devices = {stage.device for stage in self.stages.values() if stage.device.type == "cuda"}
         streams = [torch.cuda.current_stream(device) for device in devices]
         inference = torch.is_inference_mode_enabled()
 
         def task(runner: Runner, timer: WaitTimer) -> None:
             with ExitStack() as stack:
-                # All ranks on one GPU use the caller's stream, so their order there needs no events.
+                # All ranks on one GPU use the caller's stream, so their work needs no events for its order.
                 for stream in streams:
                     stack.enter_context(torch.cuda.stream(stream))
                 stack.enter_context(torch.inference_mode() if inference else torch.set_grad_enabled(grad))
@@ -246,15 +244,15 @@ class ThreadExecutor(Executor):
         """Queue ``tasks[r]`` on the thread of rank ``r``."""
         super().check_idle()
         report = RunReport(SimpleQueue())
-        for inbox, task in zip(self.inboxes, tasks, strict=True):
-            inbox.put((partial(copy_context().run, task), report))  # with the caller's ContextVars
+        for task_queue, task in zip(self.task_queues, tasks, strict=True):
+            task_queue.put((partial(copy_context().run, task), report))  # with the caller's ContextVars
         return report
 
     def wait(self, program: ThreadProgram, report: RunReport) -> None:
         """Wait until all ranks have run a program. The first failure cancels the others and is raised here.
 
-        After a failure, slots and channels of all programs are dropped. If a rank hangs, the threads are told to end,
-        and a task that does not return is left to its thread.
+        After a failure, slots and channels of all programs are dropped. If a rank hangs, the threads are asked to end,
+        and a thread whose task does not return is abandoned.
         """
         detectors: list[HangDetector] = []  # most runs end before the first check
         failure: BaseException | None = None
@@ -262,7 +260,7 @@ class ThreadExecutor(Executor):
             while len(report.outcomes) < len(self.threads):
                 try:
                     try:
-                        report.news.get(timeout=POLL_SECONDS)
+                        report.wakeups.get(timeout=POLL_SECONDS)
                     except Empty:
                         if not detectors:
                             pairs = zip(program.runners, self.threads, strict=True)
@@ -270,7 +268,7 @@ class ThreadExecutor(Executor):
                             detectors = [HangDetector(status, self.limits) for status in ranks]
                         check_threads(detectors)
                     errors = [error for error in report.outcomes if error is not None]
-                except KeyboardInterrupt as interrupt:  # may come just after the news: outcomes are counted, not news
+                except KeyboardInterrupt as interrupt:  # it may replace a received wake-up, so outcomes are counted
                     errors = [interrupt]
                 if errors and failure is None:
                     failure = errors[0]
@@ -298,11 +296,11 @@ class ThreadExecutor(Executor):
     def stream(self, values: Iterable[Any]) -> Iterator[Any]:
         """The outputs of many mini-batches, in order, without draining the pipeline between them.
 
-        rank 0   a0 a1 a2 b0 b1 b2 c0 c1 …        a worker starts with the next mini-batch when it has done its
-        rank 1      a0 a1 a2 b0 b1 b2 c0 …        part of the one before; the caller takes the outputs in order
+        rank 0   a0 a1 a2 b0 b1 b2 c0 c1 …        a worker starts the next mini-batch when it has finished its part
+        rank 1      a0 a1 a2 b0 b1 b2 c0 …        of the one before; the caller gets the outputs in order
         rank 2         a0 a1 a2 b0 b1 b2 …
         """
-        if self.weights is not None:  # they are on the device for one mini-batch at a time
+        if self.weights is not None:  # offloaded weights are on the device for one mini-batch at a time
             yield from super().stream(values)
             return
         in_flight: deque[_StreamedBatch] = deque()
@@ -319,12 +317,12 @@ class ThreadExecutor(Executor):
                 batch.program.cancel()
             for batch in in_flight:
                 while not self.closed and len(batch.report.outcomes) < len(batch.program.runners):
-                    batch.report.news.get()
+                    batch.report.wakeups.get()
             for stage in self.stages.values():
                 stage.microbatches = ()
             self.streaming = False
 
-    # ── end of life ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── closing ──────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def closed(self) -> bool:
@@ -336,7 +334,7 @@ class ThreadExecutor(Executor):
             raise PipelineError("pipe.stream(…) is still under way: take all of its outputs, or close it")
 
     def close(self) -> None:
-        """Wait a few seconds for the threads. Closing twice is harmless."""
+        """End the threads, and wait a few seconds for them. A second call has no effect."""
         self._programs.clear()
         self._end_threads()
         for thread in self.threads:
@@ -347,7 +345,7 @@ class ThreadExecutor(Executor):
 
 
 class _StreamedBatch:
-    """One mini-batch of a stream, started when it is made."""
+    """One mini-batch of a stream. The constructor starts it."""
 
     def __init__(self, executor: ThreadExecutor, value: Any) -> None:
         self.executor = executor
@@ -360,7 +358,7 @@ class _StreamedBatch:
         context, run_name = caller_context(), executor.next_run_name(training=False)
 
         def part(rank: int, task: Callable[[], None]) -> None:
-            """A worker prepares its own stages: others may still run the mini-batch before."""
+            """A worker prepares only its own stages: others may still run the previous mini-batch."""
             own = [stage for s, stage in executor.stages.items() if executor.placement[s] == rank]
             begin_run(own, context, variants, run_name)
             if executor.placement[-1] == rank:
@@ -379,7 +377,7 @@ class _StreamedBatch:
 
 
 class _ThreadCall(PipelineCall):
-    """One ``pipe(x)``: its slots live until its backward is over, or nothing refers to its graph any longer."""
+    """One ``pipe(x)``. Its slots exist until the end of its backward, or until its graph is freed."""
 
     def __init__(
         self, executor: ThreadExecutor, schedule: Schedule, sizes: Sequence[int], variants: Sequence[str | None]
@@ -395,7 +393,7 @@ class _ThreadCall(PipelineCall):
             index: [p for p in stage.module.parameters() if p.requires_grad] for index, stage in executor.stages.items()
         }
         self.over = False
-        self.crosses_stages = False  # layers may have passed values to other stages by ``current_microbatch``
+        self.crosses_stages = False  # layers may have stored values for other stages under ``current_microbatch``
         self.borrowed = BorrowedInputs(())
 
     def forward(self, inputs: list[Message]) -> list[Message]:
@@ -422,15 +420,15 @@ class _ThreadCall(PipelineCall):
         retain_graph = graph_task_keeps_graph()
         executor = self.executor
         sums: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.stage_parameters}
-        crossed: dict[int, Tensor] = {}  # gradients that other stages found for inputs, by identity of the input
+        crossed: dict[int, Tensor] = {}  # gradients of inputs from backwards of later stages, by identity of the input
 
         def backward(stage: StageEngine, grads: Grads, slot: Slot) -> None:
-            mine = sums[stage.index]
+            stage_sum = sums[stage.index]
             wanted = self.parameters if self.crosses_stages else self.stage_parameters[stage.index]
             earlier: list[Tensor] = []
             if self.crosses_stages:
-                # The graph of this stage may continue into those of earlier stages, by way of values that layers passed
-                # on under ``current_microbatch``. A micro-batch goes back up in order: theirs come later.
+                # The graph of this stage may continue in the graphs of earlier stages, through values that layers
+                # stored under ``current_microbatch``. The backwards of earlier stages run later.
                 k = next(k for (_, k), other in self.slots.items() if other is slot)
                 before = [other for (s, j), other in self.slots.items() if j == k and s < stage.index]
                 earlier = [leaf for other in before for leaf in other.inputs]
@@ -447,7 +445,8 @@ class _ThreadCall(PipelineCall):
                 if grad is not None:
                     if executor.fp32 is not None and grad.dtype.itemsize < 4:
                         grad = grad.float()
-                    mine[id(parameter)] = grad if id(parameter) not in mine else mine[id(parameter)] + grad
+                    key = id(parameter)
+                    stage_sum[key] = grad if key not in stage_sum else stage_sum[key] + grad
 
         grads: list[Grads] = [()] * self.count
         io = PipelineIO(seed=seeds.__getitem__, grads=grads)
@@ -458,8 +457,9 @@ class _ThreadCall(PipelineCall):
             stack.enter_context(suspended_grad_hooks(self.parameters))
             stack.enter_context(with_training_modes(self.modes))
             if executor.on_gpu:
-                # This is autograd's own thread for the device: a backward started in another thread would wait for it.
-                # Launching is quick, so one thread keeps all devices busy: micro-batch by micro-batch, up the stages.
+                # This is autograd's thread for the device, and a backward in another thread would wait for it. Kernel
+                # launches are fast, so one thread keeps all devices busy. It runs the micro-batches one by one, each
+                # from the last stage to the first.
                 actions = [i for half in self.halves[1] for i in half if i.kind in "RB"]
                 actions.sort(key=lambda i: (i.microbatch, -i.stage, i.kind == "B"))
                 begin_run(executor.stages.values(), self.context, [None] * self.count, self.run_name)
@@ -473,8 +473,8 @@ class _ThreadCall(PipelineCall):
             self.slots.clear()
             self.borrowed = BorrowedInputs(())
         totals: dict[int, Tensor] = {}
-        for of_stage in sums.values():
-            for key, grad in of_stage.items():
+        for stage_sum in sums.values():
+            for key, grad in stage_sum.items():
                 totals[key] = grad if key not in totals else totals[key] + grad.to(totals[key].device)
         for copies in executor.ties.copies:
             total = LocalTies.total([totals.get(id(parameter)) for parameter in copies])
@@ -488,23 +488,23 @@ class _ThreadCall(PipelineCall):
 
 @dataclass(frozen=True)
 class RunReport:
-    """How the tasks of one run ended, in that order; ``news`` wakes the thread that waits for them."""
+    """The outcomes of the tasks of one run, in the order in which they ended. ``wakeups`` wakes the waiting thread."""
 
-    news: SimpleQueue[None]
+    wakeups: SimpleQueue[None]
     outcomes: list[BaseException | None] = field(default_factory=list)
 
 
-def _end_threads(inboxes: Sequence[Inbox]) -> None:
-    for inbox in inboxes:
-        inbox.put(None)
+def _end_threads(task_queues: Sequence[TaskQueue]) -> None:
+    for task_queue in task_queues:
+        task_queue.put(None)
 
 
-def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int) -> None:
+def _worker_loop(task_queue: TaskQueue, device: torch.device, cpu_threads: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # gives this thread the device's context, without which cuBLAS warns
+        torch.zeros(1, device=device)  # creates the CUDA context of this thread, without which cuBLAS warns
     else:
-        # The number belongs to the thread, but setting it also sets the default of threads started later.
+        # The number is that of this thread, but the call also changes the default of threads started later.
         with _threads_lock:
             before = torch.get_num_threads()
             torch.set_num_threads(cpu_threads)
@@ -512,17 +512,17 @@ def _worker_loop(inbox: Inbox, device: torch.device, cpu_threads: int) -> None:
                 restore = threading.Thread(target=torch.set_num_threads, args=(before,))
                 restore.start()
                 restore.join()
-    while (item := inbox.get()) is not None:
+    while (item := task_queue.get()) is not None:
         task, report = item
         error: BaseException | None = None
         try:
             task()
         except Cancelled:
-            pass  # the rank that failed reports why
+            pass  # the rank that failed reports its error
         except BaseException as raised:
             error = raised
-        # Nothing of the step may stay alive in this frame until the next one comes.
+        # This frame must not keep objects of the step alive until the next step.
         del item, task
         report.outcomes.append(error)
-        report.news.put(None)
+        report.wakeups.put(None)
         del report, error

@@ -1,4 +1,4 @@
-"""From a plan and options to an executor that is ready to run."""
+"""Builds the executor of a plan and the options of its pipeline."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ Devices = Sequence[torch.device | str | int] | torch.device | str | int | None
 
 
 class Options(SimpleNamespace):
-    """The arguments of ``Pipeline`` beside its plan and mesh, under the same names."""
+    """The arguments of ``Pipeline`` besides plan and mesh, under the same names."""
 
     def check(self) -> None:
-        """Raise an error for an invalid value, before anything is built."""
+        """Raise an error for an invalid value."""
         check_outputs(self.outputs)
         if self.batchnorm not in ("microbatch", "deferred"):
             raise PlanError(f"batchnorm must be 'microbatch' or 'deferred', got {self.batchnorm!r}")
@@ -58,7 +58,7 @@ class Options(SimpleNamespace):
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise PlanError(f"offload must be ps.Offload(…), got {type(self.offload).__name__}")
         if self.offload is not None and self.offload.weights and self.parallelize is not None:
-            raise PlanError("parallelize wants weights that stay where they are: leave out Offload(weights=True)")
+            raise PlanError("parallelize does not support offloaded weights: leave out Offload(weights=True)")
         if self.parallelize is not None:
             try:
                 inspect.signature(self.parallelize).bind("stage", "mesh")
@@ -70,7 +70,7 @@ class Options(SimpleNamespace):
 
     @property
     def limits(self) -> tuple[Any, Any]:
-        """Seconds until a warning and until an error, for a rank that waits in one place."""
+        """Seconds until a warning and until an error, for a rank that waits without progress."""
         if isinstance(self.timeout, tuple) and len(self.timeout) == 2:
             return self.timeout
         return HangLimits().stuck_after, self.timeout
@@ -79,9 +79,9 @@ class Options(SimpleNamespace):
 def build(
     plan: Plan, options: Options, mesh: Mesh | None, rendezvous: Rendezvous | None
 ) -> tuple[Plan, ScheduleProvider, dict[int, nn.Module], FqnMap, Executor]:
-    """The plan with its placement, its schedules, the stages of this process with their names, and their executor.
+    """The placed plan, its schedules, the stages of this process, the map of their names, and their executor.
 
-    Everything is checked before anything is moved, made or started.
+    All arguments are checked before modules are moved and threads are started.
     """
     if not isinstance(plan, Plan):
         raise PlanError(f"Pipeline takes a plan, got {type(plan).__name__}: make one with penstock.split(model, …)")
@@ -91,18 +91,18 @@ def build(
         raise PlanError(f"mesh must be ps.Mesh(pipe=…), got {type(mesh).__name__}")
     rule = loss_rule(options.loss_fn, options.reduction)
     if mesh is not None and options.devices is not None:
-        raise PlanError("devices= is for threads in this process; under a mesh, say Mesh(pipe=…, device=…)")
+        raise PlanError("devices= is for threads in this process: under a mesh, pass Mesh(pipe=…, device=…)")
     if mesh is None and options.parallelize is not None:
         raise PlanError(
-            "parallelize is for stages that several processes work on: pass mesh=ps.Mesh(…), too. In one process, "
-            "change the modules of pipe.stage_modules in place, as stage.compile() does"
+            "parallelize needs a mesh: pass mesh=ps.Mesh(…) too. In one process, change the modules of "
+            "pipe.stage_modules in place, as stage.compile() does"
         )
     source = _schedules(plan, options, mesh)
     device_of = _devices(plan, options, mesh, source)
     own = [s for s, rank in enumerate(source.placement) if mesh is None or rank == mesh.pipe_rank]
     placed = plan.placed(source.placement, device_of)
     config: dict[str, Any] = {}
-    if mesh is not None:  # before stages are built, which changes modules of this rank alone
+    if mesh is not None:  # before stages are built, which changes modules of this rank only
         names = ("seed", "accumulate", "batchnorm", "dynamic", "microbatch_size")
         shared = {"mesh": mesh.sizes, **{name: getattr(options, name) for name in names}}  # the same on every rank
         shared |= {"timeout": options.limits, "parallelize": options.parallelize is not None}
@@ -156,15 +156,15 @@ def build(
     executor: Executor
     if mesh is None:
         joined = source
-        if weights is not None:  # ranks on one device take turns where weights are moved: transfers need one order
+        if weights is not None:  # merge the ranks of a device into one, because transfers of weights need one order
             of_rank = dict(zip(source.placement, device_of, strict=True))
             places = [of_rank[rank] if of_rank[rank] in weights.copies else rank for rank in range(source.ranks)]
             joined = source.with_merged_ranks([list(dict.fromkeys(places)).index(place) for place in places])
         executor = ThreadExecutor(placed, stages, joined, copies, HangLimits(*options.limits), **gradients)
     else:
         assert rendezvous is not None
-        agreed = (mesh, rendezvous, config, options.limits, options.dynamic)
-        executor = DistributedExecutor(placed, stages, source, copies, *agreed, **gradients)
+        distributed_args = (mesh, rendezvous, config, options.limits, options.dynamic)
+        executor = DistributedExecutor(placed, stages, source, copies, *distributed_args, **gradients)
     return placed, source, modules, fqn, executor
 
 
@@ -192,16 +192,16 @@ def _schedules(plan: Plan, options: Options, mesh: Mesh | None) -> ScheduleProvi
     )
     if mesh is not None and mesh.data > 1:
         if options.microbatch_size is not None and options.seed is not None:
-            raise PlanError("with a seed, replicas need equally many micro-batches: say microbatches=")
+            raise PlanError("with a seed, replicas need equally many micro-batches: pass only microbatches=")
         loss_fn = options.loss_fn
         named_parameters = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
         trained = [name for name, parameter in named_parameters if parameter.requires_grad]
-        if trained:  # replicas sum the gradients of their stages alone
+        if trained:  # replicas sum the gradients of their stages only
             raise PlanError(
                 f"loss_fn has a parameter that is trained ({trained[0]}), whose gradients replicas would not sum: make "
                 "loss_fn a part of the model, which then computes its loss, or freeze the parameter"
             )
-    first: dict[int, int] = {}  # stages of several ranks would update running statistics in no defined order
+    first: dict[int, int] = {}  # stages on several ranks would update running statistics in an undefined order
     for stage, layers in enumerate(plan.groups):
         for name, tensor in (member for layer in layers for member in plan.require_chain().members(layer)):
             if name.endswith(("running_mean", "running_var")):
@@ -215,7 +215,7 @@ def _schedules(plan: Plan, options: Options, mesh: Mesh | None) -> ScheduleProvi
 
 
 def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: ScheduleProvider) -> list[torch.device]:
-    """The device of each stage: the mesh's, the given ones, or those that the plan has from its blocks."""
+    """The device of each stage: the mesh's, the ``devices`` option, or the devices of the plan's blocks."""
     if mesh is not None:
         return [mesh.device] * plan.num_stages
     wanted = options.devices
@@ -225,7 +225,7 @@ def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: SchedulePr
             if device_of_rank.setdefault(rank, device) != device:
                 raise PlanError(
                     f"the plan puts stage {stage} on {device}, but the schedule gives it to rank {rank}, which has a "
-                    f"stage on {device_of_rank[rank]}: choose a schedule with one stage per rank, or say devices="
+                    f"stage on {device_of_rank[rank]}: choose a schedule with one stage per rank, or pass devices="
                 )
         wanted = [device_of_rank[rank] for rank in range(source.ranks)]
     of_rank = assign_devices(wanted, source.ranks)
@@ -233,13 +233,13 @@ def _devices(plan: Plan, options: Options, mesh: Mesh | None, source: SchedulePr
 
 
 def assign_devices(devices: Devices, ranks: int) -> list[torch.device]:
-    """One device per rank, with explicit index: the given list, the one given device, the GPUs in turn, or the CPU."""
+    """One device per rank: from a list, one for all, or by default the GPUs cyclically, or the CPU."""
     if devices is None:
         gpus = num_gpus()
         return [torch.device("cuda", r % gpus) if gpus else torch.device("cpu") for r in range(ranks)]
     given = [devices] * ranks if isinstance(devices, (str, torch.device, int)) else list(devices)
     if len(given) < ranks:
-        raise PlanError(f"too few devices: {ranks} ranks, but {len(given)} devices were given: name some several times")
+        raise PlanError(f"too few devices: {ranks} ranks, but {len(given)} devices: pass one for each rank")
     parsed = map(parse_device, given[:ranks])
     return [torch.device("cuda", device.index or 0) if device.type == "cuda" else device for device in parsed]
 
@@ -253,8 +253,8 @@ def materialise(
 ) -> None:
     """Move stages to their devices. Tensors on the meta device are allocated there and initialised by ``init``.
 
-    A parameter with several names on a device stays one; ``copies`` (see ``place_tied_parameters``) is updated. With
-    ``weights``, which are in host memory, only one stage's parameters are on the device at a time.
+    A parameter with several names stays one tensor per device. ``copies`` (see ``place_tied_parameters``) is updated.
+    With offloaded ``weights``, only one stage's parameters are on the device at a time.
     """
     on_meta: dict[int, list[str]] = {}
     for stage, module in modules.items():
@@ -263,16 +263,16 @@ def materialise(
         if names and init is None:
             raise PlanError(
                 f"stage {stage} has {len(names)} tensors on the meta device, without data ({names[0]} is one): pass "
-                "Pipeline(…, init=…), a function that is given the stage's module and fills its parameters and buffers"
+                "Pipeline(…, init=…), a function that initialises the parameters and buffers of a stage's module"
             )
-    made: dict[int, Tensor] = {}
+    allocated: dict[int, Tensor] = {}
     for stage, module in modules.items():
-        _allocate(module, devices[stage], made)
+        _allocate(module, devices[stage], allocated)
         module.to(devices[stage])
         if weights is not None:
             weights.offload_stage(stage)
     for row in copies:
-        row[:] = [made.get(id(parameter), parameter) for parameter in row]  # type: ignore[misc]
+        row[:] = [allocated.get(id(parameter), parameter) for parameter in row]  # type: ignore[misc]
     for stage, module in modules.items():
         if on_meta[stage] and init is not None:
             try:
@@ -290,17 +290,17 @@ def materialise(
                 )
 
 
-def _allocate(module: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:
-    """Replace a module's tensors on the meta device; float tensors are NaN until ``init`` has filled them."""
+def _allocate(module: nn.Module, device: torch.device, allocated: dict[int, Tensor]) -> None:
+    """Allocate a module's tensors that are on the meta device. Float tensors are NaN until ``init`` has filled them."""
     for part in module.modules():
         for members in (part._parameters, part._buffers):
             for name, tensor in members.items():
                 if tensor is None or not tensor.is_meta:
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in allocated:
                     empty = torch.empty_like(tensor, device=device)
                     if empty.is_floating_point() or empty.is_complex():
                         empty.fill_(torch.nan)
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                members[name] = made[id(tensor)]  # type: ignore[assignment]
+                    allocated[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                members[name] = allocated[id(tensor)]  # type: ignore[assignment]

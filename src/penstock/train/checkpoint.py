@@ -1,12 +1,12 @@
-"""``ps.save`` and ``ps.load``: checkpoints of a run, from which another number of stages or processes can go on.
+"""``ps.save`` and ``ps.load``: checkpoints that can be loaded with other numbers of stages and processes.
 
-Tensors are stored under the names of the plain model, each by one rank that has it:
+Tensors are stored under the names of the plain model, each by one of the ranks that have it:
 
     model.blocks.3.weight                a parameter or buffer
     optimizer.blocks.3.weight.exp_avg    the optimizer's state of it
     random.0.torch                       the random generators of rank 0
 
-A rank reads the tensors of its own stages, so that no rank ever holds more than its share.
+A rank reads only the tensors of its stages.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from penstock.train.pipeline import Pipeline
 
 logger = logging.getLogger("penstock")
 
-PREEMPTED = 75  # the exit code that stands for "try again later" (EX_TEMPFAIL)
+PREEMPTED = 75  # the exit code EX_TEMPFAIL: try again later
 
 Model = Pipeline | nn.Module
 _groups: weakref.WeakKeyDictionary[Mesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class PendingSave:
-    """A checkpoint that a thread is writing. ``wait()`` returns when it is there, or raises the error that it met."""
+    """A checkpoint that a thread is writing. ``wait()`` returns when it is complete, or raises the thread's error."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         thread = ThreadPoolExecutor(1, "penstock checkpoint")
@@ -69,7 +69,7 @@ class PendingSave:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The ``step`` and the ``extra`` values of a checkpoint that was loaded."""
+    """The ``step`` and the ``extra`` values of a loaded checkpoint."""
 
     path: Path
     step: int | None
@@ -88,26 +88,26 @@ def save(
 ) -> PendingSave | None:
     """Write a checkpoint into the folder ``path``, between two steps. Under a mesh all ranks call it.
 
-    It has the parameters and buffers of ``pipe`` (a pipeline or a plain model) under the model's own names, the
+    It contains the parameters and buffers of ``pipe`` (a pipeline or a plain model) under the model's own names, the
     optimizer's state by parameter, the random generators of each rank, ``pipe.steps``, and the state of further
-    ``objects`` with a ``state_dict``, the same on all ranks: ``lr_scheduler=…, loader=…, scaler=…``. ``extra`` holds
-    numbers, strings, tensors and containers of them. Gradients are not saved.
+    ``objects`` with a ``state_dict``, the same on all ranks: ``lr_scheduler=…, loader=…, scaler=…``. ``extra`` may
+    contain numbers, strings, tensors and containers of them. Gradients are not saved.
 
-    The checkpoint appears when it is whole; one that was at ``path`` stays until then. With ``asynchronous=True`` the
-    call returns when all tensors are copied to host memory, and a thread writes them: ``wait()`` on the result.
+    The new checkpoint replaces an old one at ``path`` when it is complete. With ``asynchronous=True`` the call returns
+    when all tensors are copied to host memory, and a thread writes them: call ``wait()`` on the result.
     """
-    path, owner = Path(path), _Owner(pipe)
-    tensors = {f"model.{name}": copies[0] for name, copies in owner.tensors.items()}
-    values = {name: encode(value, f"values.{name}", tensors) for name, value in owner.values.items()}
-    groups, states = ([], {}) if optimizer is None else owner.optimizer_content(optimizer, tensors)
+    path, named = Path(path), _NamedState(pipe)
+    tensors = {f"model.{name}": copies[0] for name, copies in named.tensors.items()}
+    values = {name: encode(value, f"values.{name}", tensors) for name, value in named.values.items()}
+    groups, states = ([], {}) if optimizer is None else named.optimizer_content(optimizer, tensors)
     content: dict[str, Any] = {"step": step, "steps": pipe.steps if isinstance(pipe, Pipeline) else step or 0}
-    if owner.rank == 0:
+    if named.rank == 0:
         content["extra"] = encode(extra, "extra", tensors)
         content["objects"] = {n: encode(_require_state(n, o), f"objects.{n}", tensors) for n, o in objects.items()}
-    generators = encode(_generator_states(), f"random.{owner.rank}", tensors)
+    generators = encode(_generator_states(), f"random.{named.rank}", tensors)
     if asynchronous:
         tensors = {name: tensor.clone() if tensor.is_cpu else tensor.cpu() for name, tensor in tensors.items()}
-    group = owner.group()
+    group = named.group()
 
     def write() -> None:
         parts = gather((generators, values, states, groups), group)
@@ -130,34 +130,34 @@ def save(
 
 
 def load(path: str | Path, pipe: Model, optimizer: Optimizer | None = None, **objects: Any) -> Loaded:
-    """Restore what ``save`` has written, into a pipeline with any cuts, schedule and mesh, or into a plain model.
+    """Load a checkpoint into a pipeline with any cuts, schedule and mesh, or into a plain model.
 
-    The optimizer and the ``objects`` must be made as they were for the run that was saved, and are given under the
-    same names. Each rank reads its own tensors; files that it reads are checked first. If anything does not fit, an
-    error names it, and parameters and optimizer are unchanged.
+    Create the optimizer and the ``objects`` as for the run that was saved, and pass the objects under the same names.
+    Each rank reads its own tensors, and checks the files that it reads first. If the checkpoint does not fit, an error
+    names the difference, and parameters and optimizer are unchanged.
     """
-    path, owner = Path(path), _Owner(pipe)
+    path, named = Path(path), _NamedState(pipe)
     manifest = read_manifest(path)
     for name, thing in objects.items():
         _require_state(name, thing)
         if name not in manifest.get("objects", {}):
             known = ", ".join(manifest.get("objects", {})) or "none"
             raise CheckpointError(f"the checkpoint {path} has no state of {name}: it has {known}")
-    owner.check(path, manifest)
-    targets = {f"model.{name}": copies[0] for name, copies in owner.tensors.items()}
+    named.check(path, manifest)
+    targets = {f"model.{name}": copies[0] for name, copies in named.tensors.items()}
     reader = _TensorReader(manifest, targets)
-    states = None if optimizer is None else owner.stored_states(optimizer, path, manifest, reader)
+    states = None if optimizer is None else named.stored_states(optimizer, path, manifest, reader)
     given = {name: decode(manifest["objects"][name], reader.plain) for name in objects}
     values = {name: decode(value, reader.plain) for name, value in manifest["values"].items()}
     extra = decode(manifest.get("extra"), reader.plain)
     saved = manifest["random"]
-    generators = decode(saved[owner.rank] if owner.rank < len(saved) else saved[0], reader.plain)
-    reader.read(path)  # names and shapes fit, and its files were checked
+    generators = decode(saved[named.rank] if named.rank < len(saved) else saved[0], reader.plain)
+    reader.read(path)  # names and shapes were compared; this checks the files
     with torch.no_grad():
-        for first, *copies in owner.tensors.values():
+        for first, *copies in named.tensors.values():
             for copy in copies:
                 copy.copy_(first)
-    own = {name: value for name, value in values.items() if name in owner.values}
+    own = {name: value for name, value in values.items() if name in named.values}
     if own:
         pipe.load_state_dict(own, strict=False)
     with _malformed(path, "the optimizer's state"):
@@ -168,7 +168,7 @@ def load(path: str | Path, pipe: Model, optimizer: Optimizer | None = None, **ob
     if isinstance(pipe, Pipeline):
         pipe.steps = manifest["steps"]
     with _malformed(path, "the state of the random generators"):
-        _set_generators(generators, owner.rank if owner.rank >= len(saved) else None)
+        _set_generators(generators, named.rank if named.rank >= len(saved) else None)
     return Loaded(path, manifest["step"], extra)
 
 
@@ -181,14 +181,14 @@ def _malformed(path: Path, part: str) -> Iterator[None]:
 
 
 class Checkpoints:
-    """The checkpoints of a run in one folder: saved every so many steps, the newest ones kept.
+    """The checkpoints of a run in one folder: saves one every ``every`` steps, and keeps the newest ``keep``.
 
-    ``step = checkpoints.load(pipe, optimizer, loader=loader)`` at the start of a script goes on with the newest one;
-    ``checkpoints.save(step, pipe, optimizer, loader=loader)`` after each step saves those that are due.
+    ``step = checkpoints.load(pipe, optimizer, loader=loader)`` at the start of a script loads the newest checkpoint.
+    ``checkpoints.save(step, pipe, optimizer, loader=loader)`` after each step saves the checkpoints that are due.
 
-    Once ``save`` was called, SIGTERM (a preemption, the time limit of a SLURM job, a change of an elastic group) does
-    not end the process: the next ``save`` on any rank that got it writes a checkpoint on all ranks, and then ends them
-    with the exit code ``PREEMPTED``. A second SIGTERM ends a process at once. A handler of the program's own stays.
+    After the first ``save``, SIGTERM (a preemption, the time limit of a SLURM job, a change of an elastic group) does
+    not end the process. If any rank has received it, the next ``save`` writes a checkpoint on all ranks, and then ends
+    them with the exit code ``PREEMPTED``. A second SIGTERM ends the process at once. A program's own handler is kept.
     """
 
     def __init__(self, folder: str | Path, *, every: int = 1, keep: int | None = None) -> None:
@@ -196,7 +196,7 @@ class Checkpoints:
             if number is not None and (type(number) is not int or number < 1):
                 raise PlanError(f"{name} is a number from 1 up, got {number!r}")
         self.folder, self.every, self.keep = Path(folder), every, keep
-        self.preempted = False  # whether this process got SIGTERM
+        self.preempted = False  # whether this process has received SIGTERM
         self._pending: PendingSave | None = None
 
     def paths(self) -> list[Path]:
@@ -205,15 +205,15 @@ class Checkpoints:
         return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint whose files are whole, or None. A damaged one is named in the log and left out.
+        """The newest checkpoint whose files are intact, or None. Damaged checkpoints are logged and skipped.
 
-        Every file is read, by one rank where there are several: then all ranks call it.
+        Every file is read by one of the ranks. In a process group all ranks call it.
         """
         world = dist.group.WORLD if dist.is_initialized() else None
         rank, ranks = (0, 1) if world is None else (world.rank(), world.size())
         path: Path
         for path in gather(self.paths() if rank == 0 else None, world)[0]:
-            problems = gather(_damage(path, rank, ranks), world)
+            problems = gather(_find_damage(path, rank, ranks), world)
             problem = next((text for text in problems if text is not None), None)
             if problem is None:
                 return path
@@ -222,9 +222,9 @@ class Checkpoints:
         return None
 
     def save(self, step: int, pipe: Model, optimizer: Optimizer | None = None, **options: Any) -> bool:
-        """Save if ``step`` is a multiple of ``every``, and delete all but the newest ones; whether it was saved.
+        """Save if ``step`` is a multiple of ``every``, and delete old checkpoints. Returns whether it has saved.
 
-        ``options`` are those of ``ps.save``. An asynchronous save is waited for before the next one begins.
+        ``options`` are those of ``ps.save``. It waits for an asynchronous save before the next one begins.
         """
         main = threading.current_thread() is threading.main_thread()
         if main and not self.preempted and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -249,7 +249,7 @@ class Checkpoints:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def load(self, pipe: Model, optimizer: Optimizer | None = None, **objects: Any) -> int:
-        """Load the newest whole checkpoint; the step to go on with, 0 if there is none."""
+        """Load the newest intact checkpoint; return its step, or 0 if there is none."""
         path = self.latest()
         return 0 if path is None else load(path, pipe, optimizer, **objects).step or 0
 
@@ -263,12 +263,12 @@ class Checkpoints:
     def _delete_old(self) -> None:
         if self.keep is not None and not (dist.is_initialized() and dist.get_rank()):
             for old in self.paths()[self.keep :]:
-                (old / MANIFEST).unlink()  # from here on it is none
+                (old / MANIFEST).unlink()  # first: a folder without a manifest is no checkpoint
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def _damage(path: Path, rank: int, ranks: int) -> str | None:
-    """What is wrong with a checkpoint, by this rank's part of its files."""
+def _find_damage(path: Path, rank: int, ranks: int) -> str | None:
+    """The first problem in this rank's part of the files of a checkpoint."""
     try:
         manifest = read_manifest(path)
         check_files(path, manifest, sorted(manifest["files"])[rank::ranks])
@@ -280,15 +280,15 @@ def _damage(path: Path, rank: int, ranks: int) -> str | None:
 # ── the state of a pipeline or a model ───────────────────────────────────────────────────────────────────────────────
 
 
-class _Owner:
+class _NamedState:
     """The tensors of a pipeline's stages in this process, or of a plain model, by the plain model's names.
 
-    A tied parameter has the first of its names; it may have copies on several devices.
+    A tied parameter is listed under the first of its names, and may have copies on several devices.
     """
 
     def __init__(self, pipe: Model) -> None:
         if not isinstance(pipe, (Pipeline, nn.Module)):
-            raise PlanError(f"a checkpoint is of a ps.Pipeline or an nn.Module, got {type(pipe).__name__}")
+            raise PlanError(f"a checkpoint stores a ps.Pipeline or an nn.Module, got {type(pipe).__name__}")
         self.fqn: Callable[[str], str] = str
         self.mesh: Mesh | None = None
         if isinstance(pipe, Pipeline):
@@ -305,25 +305,26 @@ class _Owner:
         for tie in ties:
             self.first_name |= dict.fromkeys(tie.names, self.first_name[tie.names[0]])
         self.tensors: dict[str, list[Tensor]] = {}
-        self.values: dict[str, Any] = {}  # extra state of modules that is no tensor
+        self.values: dict[str, Any] = {}  # extra state of modules that is not a tensor
         self.names: dict[int, str] = {}  # of parameters, by identity
         for module in modules:
             for name, tensor in module.named_parameters(remove_duplicate=False):
-                self.names[id(tensor)] = self._first(name)
+                self.names[id(tensor)] = self._canonical_name(name)
             for name, value in module.state_dict().items():
                 if isinstance(value, Tensor):
-                    self.tensors.setdefault(self._first(name), []).append(value)
+                    self.tensors.setdefault(self._canonical_name(name), []).append(value)
                 else:
                     self.values[self.fqn(name)] = value
         for name, tensor in model.named_parameters(remove_duplicate=False):
-            self.names.setdefault(id(tensor), self._first(name))
-        self.expected = {self._first(name) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+            self.names.setdefault(id(tensor), self._canonical_name(name))
+        saved = [name for name, value in model.state_dict().items() if isinstance(value, Tensor)]
+        self.expected = set(map(self._canonical_name, saved))
 
-    def _first(self, name: str) -> str:
+    def _canonical_name(self, name: str) -> str:
         return self.first_name.get(self.fqn(name), self.fqn(name))
 
     def group(self) -> dist.ProcessGroup | None:
-        """A group of the mesh's processes for checkpoints alone, on the CPU: a thread may use it."""
+        """A gloo group of the mesh's processes, used only for checkpoints, so that a thread may use it."""
         if self.mesh is None:
             return None
         if self.mesh not in _groups:
@@ -338,12 +339,12 @@ class _Owner:
         missing, unexpected = sorted(self.expected - stored), sorted(stored - self.expected)
         if missing or unexpected:
             raise CheckpointError(
-                f"the checkpoint {path} is of another model: it lacks {_some(missing)} and has {_some(unexpected)}"
+                f"the checkpoint {path} is of another model: it lacks {_listed(missing)} and has {_listed(unexpected)}"
             )
         for name, (tensor, *_) in self.tensors.items():
             shape = manifest["tensors"][f"model.{name}"][1]
             if shape != [*tensor.shape]:
-                text = f"{name} has the shape {tuple(shape)} there and {tuple(tensor.shape)} here"
+                text = f"{name} has the shape {tuple(shape)} in it and {tuple(tensor.shape)} here"
                 raise CheckpointError(f"the checkpoint {path} is of another model: {text}")
 
     # ── optimizer ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -367,7 +368,7 @@ class _Owner:
         return found
 
     def optimizer_content(self, optimizer: Optimizer, tensors: dict[str, Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Each parameter group's options and names of parameters; and the state of each parameter by name."""
+        """The options and parameter names of each group, and the state of each parameter by name."""
         groups, states = [], dict[str, Any]()
         for group, parameters in zip(optimizer.param_groups, self._parameters(optimizer), strict=True):
             options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
@@ -380,23 +381,23 @@ class _Owner:
     def stored_states(
         self, optimizer: Optimizer, path: Path, manifest: Mapping[str, Any], reader: _TensorReader
     ) -> dict[Tensor, Any]:
-        """The states of this process's parameters in the checkpoint, whose tensors are read later."""
+        """The states of this process's parameters in the checkpoint. Their tensors are read later."""
         stored = manifest.get("optimizer")
         if stored is None:
-            raise CheckpointError(f"the checkpoint {path} has no optimizer: leave it out")
+            raise CheckpointError(f"the checkpoint {path} has no optimizer state: pass no optimizer")
         if stored["class"] != type(optimizer).__name__:
-            kind = type(optimizer).__name__
-            raise CheckpointError(f"the checkpoint {path} has the state of {stored['class']}, and was given {kind}")
+            kinds = f"{stored['class']}, but the optimizer is {type(optimizer).__name__}"
+            raise CheckpointError(f"the checkpoint {path} has the state of {kinds}")
         here = self._parameters(optimizer)
         if len(here) != len(stored["groups"]):
-            counts = f"{len(stored['groups'])} parameter groups, and was given {len(here)}"
+            counts = f"{len(stored['groups'])} parameter groups, but the given one has {len(here)}"
             raise CheckpointError(f"the optimizer of the checkpoint {path} has {counts}")
         states: dict[Tensor, Any] = {}
         for number, (row, (_, names)) in enumerate(zip(here, stored["groups"], strict=True)):
             group = optimizer.param_groups[number]
             for name, parameter in row:
                 if name not in names:
-                    raise CheckpointError(f"{name} is in group {number} of the optimizer, but not so in {path}")
+                    raise CheckpointError(f"{name} is in group {number} of the optimizer, but in another in {path}")
                 if name in stored["states"]:
                     make = reader.like(parameter, bool(group.get("fused") or group.get("capturable")))
                     states[parameter] = decode(stored["states"][name], make)
@@ -404,7 +405,7 @@ class _Owner:
 
 
 def _merge_groups(rows: list[list[Any]]) -> list[Any]:
-    """The parameter groups of all ranks: one set of options per group, and the names of all ranks' parameters."""
+    """Merge the parameter groups of all ranks: the options of one rank, and the parameter names of all ranks."""
     if len({len(row) for row in rows}) > 1:
         raise PlanError(f"the ranks' optimizers have different numbers of groups: {[len(row) for row in rows]}")
     merged = []
@@ -415,12 +416,12 @@ def _merge_groups(rows: list[list[Any]]) -> list[Any]:
 
 
 def _set_optimizer(optimizer: Optimizer, states: Mapping[Tensor, Any], groups: list[Any]) -> None:
-    """Load states and the options of groups. Tensors keep the dtype that they were saved with."""
+    """Load states and the options of groups. Tensors keep the dtype with which they were saved."""
     packed, number = optimizer.state_dict(), 0
     packed["state"] = {}
     for group, (options, _), own in zip(packed["param_groups"], groups, optimizer.param_groups, strict=True):
         for key, value in decode(options, _no_tensor).items():
-            if key not in ("foreach", "fused", "capturable", "differentiable"):  # how it computes, not what
+            if key not in ("foreach", "fused", "capturable", "differentiable"):  # these select an implementation
                 before = group.get(key)
                 group[key] = torch.full_like(before, value) if isinstance(before, Tensor) else value
         for parameter in own["params"]:
@@ -428,7 +429,7 @@ def _set_optimizer(optimizer: Optimizer, states: Mapping[Tensor, Any], groups: l
                 packed["state"][number] = states[parameter]
             number += 1
     optimizer.load_state_dict(packed)
-    for parameter, state in states.items():  # torch gives them the parameter's dtype
+    for parameter, state in states.items():  # load_state_dict has converted them to the parameter's dtype
         for key, value in state.items():
             now = optimizer.state[parameter].get(key)
             if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
@@ -440,7 +441,7 @@ def _no_tensor(name: str) -> Tensor:
 
 
 class _TensorReader:
-    """Makes the tensors that a checkpoint will be read into."""
+    """Creates the tensors into which a checkpoint is read."""
 
     def __init__(self, manifest: Mapping[str, Any], targets: dict[str, Tensor]) -> None:
         self.manifest, self.targets = manifest, targets
@@ -459,7 +460,7 @@ class _TensorReader:
         return self.targets[name]
 
     def like(self, parameter: Tensor, scalars_on_device: bool) -> Callable[[str], Tensor]:
-        """Tensors on the device of a parameter, sharded as it is; numbers on the CPU, unless ``scalars_on_device``."""
+        """Creates tensors with the device and sharding of a parameter; scalars on the CPU or, if set, on the device."""
 
         def make(name: str) -> Tensor:
             dtype, shape = self._meta(name)
@@ -487,7 +488,7 @@ def _require_state(name: str, thing: Any) -> Any:
     return thing.state_dict()
 
 
-def _some(names: list[str]) -> str:
+def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:5])} and {len(names) - 5} more" if len(names) > 5 else ", ".join(names) or "nothing"
 
 
@@ -505,7 +506,7 @@ def _generator_states() -> dict[str, Any]:
 
 
 def _set_generators(states: Mapping[str, Any], new_rank: int | None) -> None:
-    """Set the generators. A rank that the saved run did not have seeds them from the first rank's."""
+    """Set the generators. A rank that did not exist in the saved run seeds them from the first rank's state."""
     if new_rank is not None:
         digest = hashlib.sha256(bytes(states["torch"].tolist()) + str(new_rank).encode()).digest()
         seed = int.from_bytes(digest[:4], "little")

@@ -1,12 +1,12 @@
-"""The files of a checkpoint: tensors as ``torch.distributed.checkpoint`` writes them, all else in a manifest of JSON.
+"""The files of a checkpoint: tensors in the format of ``torch.distributed.checkpoint``, other values as JSON.
 
     run/step-00000100/
-      penstock.json      the manifest, written last and replaced as a whole: without it there is no checkpoint
+      penstock.json      the manifest, written last and replaced atomically: a folder without it is no checkpoint
       data-3f2a91c0/     tensors, one file per rank; the manifest has their sizes and checksums
         __0_0.distcp  __1_0.distcp  .metadata
 
-Nothing in a checkpoint can run code. Tensors are read with ``weights_only=True``. Torch's own ``.metadata``, a pickle,
-is there for other tools and is not read here.
+A checkpoint cannot run code when it is loaded. Tensors are read with ``weights_only=True``. Torch's ``.metadata``, a
+pickle, is for other tools and is not read here.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _BLOCK = 1 << 24  # bytes
 
 
 def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """``value`` as JSON data. Its tensors are added to ``tensors``, under names that begin with ``name``."""
+    """``value`` as JSON data. Its tensors are added to ``tensors`` under names that begin with ``name``."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, Tensor):
-        return {"tensor": _add(value.detach(), name, tensors)}
+        return {"tensor": _add_tensor(value.detach(), name, tensors)}
     if kind in (list, tuple, set, deque):
         items = [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
         return items if kind is list else {kind.__name__: items}
@@ -72,14 +72,14 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {kind.__name__: str(value).removeprefix("torch.")}
     if hasattr(value, "__array__"):  # NumPy
         array = torch.as_tensor(value)
-        return {"array": _add(array, name, tensors)} if array.dim() else array.item()
+        return {"array": _add_tensor(array, name, tensors)} if array.dim() else array.item()
     raise CheckpointError(
         f"{name} is a {kind.__name__}: a checkpoint holds numbers, strings, tensors, and lists, tuples and dicts of "
         "them"
     )
 
 
-def _add(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
+def _add_tensor(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
     while name in tensors:
         name += "'"
     tensors[name] = tensor
@@ -87,13 +87,13 @@ def _add(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
 
 
 def decode(data: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The value that was encoded, with ``tensor(name)`` for its tensors."""
+    """The inverse of ``encode``; ``tensor(name)`` returns the tensors."""
     if isinstance(data, list):
         return [decode(item, tensor) for item in data]
     if not isinstance(data, dict):
         return data
     if len(data) != 1:
-        raise CheckpointError("the manifest has an entry that is no encoded value")
+        raise CheckpointError("the manifest has an entry that is not an encoded value")
     ((kind, inner),) = data.items()
     try:
         return _decode(kind, inner, tensor)
@@ -130,12 +130,12 @@ def _decode(kind: str, inner: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 @contextmanager
 def _torch_errors(problem: str) -> Iterator[None]:
-    """Raise the first rank's error as the package's own. Torch's warning about a single process is left out."""
+    """Raise the first rank's error as ``CheckpointError``, and suppress torch's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
             yield
-        except CheckpointException as error:  # no Exception
+        except CheckpointException as error:  # a BaseException
             rank, (cause, _) = min(error.failures.items())
             first = str(cause).strip().partition("\n")[0]
             raise CheckpointError(f"{problem}: on rank {rank}, {type(cause).__name__}: {first}") from cause
@@ -152,7 +152,7 @@ class _Writer(FileSystemWriter):
 
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """The values of all ranks of ``group``, in order; without a group, the value alone."""
+    """The values of all ranks of ``group``, in order; without a group, only ``value``."""
     if group is None:
         return [value]
     values = [None] * dist.get_world_size(group)
@@ -165,8 +165,8 @@ def write_checkpoint(
 ) -> None:
     """Write the tensors of all ranks of ``group`` and the first rank's ``content``. All ranks call it.
 
-    A tensor that several ranks have under one name is written by one of them. The new manifest replaces an old one at
-    once, and only then are the old files deleted: at any moment there is one whole checkpoint.
+    A tensor that several ranks have under one name is written by one of them. The new manifest replaces an old one
+    atomically, and the old files are deleted afterwards: at any time there is one complete checkpoint.
     """
     rank = 0 if group is None else dist.get_rank(group)
     data: str = gather(f"data-{uuid.uuid4().hex[:8]}", group)[0]
@@ -184,13 +184,13 @@ def write_checkpoint(
             _replace(path, data, json.dumps({**described, **content}, separators=(",", ":")))
         except OSError as failure:
             error = f"{path / MANIFEST} cannot be written: {failure}"
-    error = gather(error, group)[0]  # no rank goes on before the checkpoint is there
+    error = gather(error, group)[0]  # every rank waits for the manifest
     if error is not None:
         raise CheckpointError(error)
 
 
 def _describe(metadata: Metadata) -> dict[str, Any]:
-    """By tensor: dtype, shape, and for each chunk its offsets, its sizes, and its place in a file."""
+    """By tensor: dtype, shape, and for each chunk its offsets, its sizes, its file, and its position there."""
     found: dict[str, Any] = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
@@ -203,14 +203,14 @@ def _describe(metadata: Metadata) -> dict[str, Any]:
 
 
 def _replace(path: Path, data: str, manifest: str) -> None:
-    """Make ``manifest``, whose files are in ``data``, that of ``path``, and delete the files of the one before."""
+    """Write ``manifest``, whose files are in ``data``, to ``path``, and delete the files of the previous one."""
     _sync(path / data)
-    aside = path / f"{MANIFEST}.{data}"
-    with open(aside, "w", encoding="utf-8") as file:
+    temporary = path / f"{MANIFEST}.{data}"
+    with open(temporary, "w", encoding="utf-8") as file:
         file.write(manifest)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(aside, path / MANIFEST)
+    os.replace(temporary, path / MANIFEST)
     _sync(path)
     _sync(path.parent)
     for old in path.iterdir():
@@ -219,7 +219,7 @@ def _replace(path: Path, data: str, manifest: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Write a folder's list of files to the disk."""
+    """Write the directory entries of a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -239,7 +239,7 @@ def checksum(file: Path) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, checked for its form."""
+    """The manifest of a checkpoint, validated."""
     try:
         text = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
@@ -250,7 +250,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = parse_json(text, f"{path / MANIFEST} cannot be read")
         check_schema(manifest, {"format": str}, f"{path / MANIFEST} is damaged: it")
         if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path / MANIFEST} is no manifest of a {FORMAT!r}")
+            raise CheckpointError(f"{path / MANIFEST} is not the manifest of a {FORMAT!r}")
         check_schema(manifest, _SCHEMA, f"{path / MANIFEST} is damaged: it")
     except PlanError as error:
         raise CheckpointError(str(error)) from error
@@ -300,7 +300,7 @@ class _Reader(FileSystemReader):
 
 
 def read_tensors(path: Path, manifest: Mapping[str, Any], targets: dict[str, Tensor]) -> None:
-    """Fill the tensors, or this process's shards of DTensors, with those of a checkpoint. Its files are checked."""
+    """Read the tensors, or this process's shards of DTensors, from a checkpoint, after a check of its files."""
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     for name in targets:

@@ -1,4 +1,4 @@
-"""``ps.init``: join the process group of torchrun or SLURM, with backend, device and number of threads."""
+"""``ps.init``: join the process group of torchrun or SLURM; choose backend, device and number of threads."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from penstock.errors import PipelineError, PlanError
 
 _EXIT_WAIT = 10.0  # seconds that rank 0, which hosts the store, waits at exit for the others
 
-_threads = torch.get_num_threads()  # the default, to see whether the user has changed it
+_threads = torch.get_num_threads()  # the default, to detect whether the user has changed it
 
-# The process group that ``init`` made, and its device.
+# The process group that ``init`` created, and its device.
 _group: weakref.ref[dist.ProcessGroup] | None = None
 _device: torch.device | None = None
 _joins = 0  # calls of ``_join``: the same number on every rank
@@ -49,11 +49,11 @@ def init(
 ) -> torch.device:
     """Join the process group that the variables of ``torchrun`` or SLURM describe; returns this process's device.
 
-    The device is the GPU with the local rank's number, or the CPU; it becomes torch's current device. The ``backend``
-    is NCCL for GPUs (and gloo for CPU tensors) if each process has a GPU of its own, else gloo. ``threads`` is torch's
-    number of CPU threads, by default the value of OMP_NUM_THREADS or ``torch.set_num_threads``, or this process's share
-    of the cores. ``timeout`` (seconds) is for joining and for torch's collectives. The group is destroyed at exit. A
-    second call only sets ``threads``, if given.
+    The device is by default the GPU with the local rank's number, or the CPU; it becomes torch's current device. The
+    ``backend`` is NCCL for GPUs (and gloo for CPU tensors) if each process has its own GPU, else gloo. ``threads`` is
+    torch's number of CPU threads, by default the value of OMP_NUM_THREADS or ``torch.set_num_threads``, or this
+    process's share of the cores. ``timeout`` (seconds) is for joining and for torch's collectives. The group is
+    destroyed at exit. An existing group is kept: the call then only sets the device, and ``threads`` if given.
     """
     if dist.is_initialized():
         if threads is not None:
@@ -75,7 +75,7 @@ def init(
         )
     rank, world, _ = (_number(os.environ, name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if rank >= world:
-        raise PlanError(f"RANK is {rank}, but WORLD_SIZE says that there are {world} processes, from 0 on")
+        raise PlanError(f"RANK is {rank}, but WORLD_SIZE is {world}: ranks are numbered from 0")
     here = use_device(device, made=True)
     processes = _join(here, backend, timeout)
     if threads is None and torch.get_num_threads() == _threads and not omp_threads_set_by_user(os.environ):
@@ -86,14 +86,14 @@ def init(
 
 
 def use_device(device: torch.device | str | None, *, made: bool) -> torch.device:
-    """Make ``device``, or this process's own, torch's current device.
+    """Make ``device``, by default this process's own, torch's current device.
 
-    ``made``: Penstock made the group, so it is for GPUs if there are any.
+    ``made``: Penstock created the process group, so the default is a GPU if there is one.
     """
     if device is None and _made_by_init():
         device = _device
     elif device is None and not made and "nccl" not in dist.get_backend():
-        device = "cpu"  # a user who started gloo alone wants the CPU
+        device = "cpu"  # the user has chosen gloo: use the CPU
     here = _device_here(device)
     if here.type == "cuda":
         torch.cuda.set_device(here)
@@ -109,7 +109,7 @@ def is_rank0() -> bool:
 
 def print0(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
     """``print`` on rank 0 only. Works with threads and before the process group exists, too."""
-    if is_rank0():  # one write, so that output of other processes cannot come between
+    if is_rank0():  # one write, so that output of other processes is not mixed in
         print(sep.join(map(str, values)) + end, end="", file=file, flush=True)
 
 
@@ -131,7 +131,7 @@ def parse_device(device: torch.device | str | int) -> torch.device:
 
 
 def _device_here(device: torch.device | str | None) -> torch.device:
-    """The device with an explicit index; by default this process's GPU, or the CPU."""
+    """The device, with an index if it is a GPU; by default this process's GPU, or the CPU."""
     wanted = parse_device(device if device is not None else "cuda" if num_gpus() else "cpu")
     if wanted.type == "cpu":
         return torch.device("cpu")
@@ -142,17 +142,17 @@ def _device_here(device: torch.device | str | None) -> torch.device:
 
 
 def _join(device: torch.device, backend: str | None, timeout: timedelta | None) -> int:
-    """Make the process group; returns the number of its processes on this machine."""
+    """Create the process group; return the number of its processes on this machine."""
     global _group, _device, _joins
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         store, _, _ = next(rendezvous("env://", rank, world, **({} if timeout is None else {"timeout": timeout})))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") == "1":
-            # torchrun's store is the same after a restart, with the addresses of processes that have ended.
+            # torchrun keeps its store after a restart, with the addresses of processes that have ended.
             store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')}", store)
         host = socket.gethostname()
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-        _joins += 1  # the store gathers what backend and threads depend on, before there is a process group
+        _joins += 1  # gather by the store, because there is no process group yet
         store.set(f"penstock/init/{_joins}/{rank}", json.dumps([host, gpu]))
         members = [json.loads(m) for m in store.multi_get([f"penstock/init/{_joins}/{r}" for r in range(world)])]
         gpus = [gpu for _, gpu in members]
@@ -181,11 +181,11 @@ def _join(device: torch.device, backend: str | None, timeout: timedelta | None) 
 def _leave() -> None:
     """Destroy the group at exit. After an exception, do not wait for other ranks.
 
-    Without torchrun, rank 0 hosts the store: it waits until the others no longer need it.
+    Without torchrun, rank 0 hosts the store and waits until the others no longer need it.
     """
     if getattr(sys, "last_value", None) is not None or not _made_by_init():
         return
-    on_exit_of_program()  # before waiting for ranks that may wait for this one
+    on_exit_of_program()  # first, because the other ranks may wait for this one
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         rank, store = dist.get_rank(), default_store()
         others = [f"penstock/exit/{_joins}/{r}" for r in range(1, dist.get_world_size())]
@@ -199,7 +199,7 @@ def _leave() -> None:
 
 
 def _made_by_init() -> bool:
-    """Whether ``init`` made the present process group."""
+    """Whether ``init`` created the present process group."""
     return _group is not None and _group() is not None and _group() is dist.group.WORLD
 
 
@@ -215,12 +215,12 @@ def is_slurm(environ: Mapping[str, str]) -> bool:
 def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """torchrun's variables for this SLURM task.
 
-    The master is the first host of the step, with a port derived from the numbers of job and step.
+    The master is the first host of the step. Its port is derived from the ids of job and step.
     """
     world = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     rank, node = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_NODEID", otherwise=0)
     if not rank < world:
-        raise PlanError(f"SLURM_PROCID is {rank}, but SLURM says that there are {world} tasks")
+        raise PlanError(f"SLURM_PROCID is {rank}, but SLURM has {world} tasks")
     nodelist = _first_set(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     here = _first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if here:
@@ -285,7 +285,7 @@ def usable_cores(proc: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/
             if line.startswith("0::"):  # version 2
                 group = cgroups / line.removeprefix("0::").lstrip("/")
                 for place in (group, *group.parents):  # limits of parent groups apply too
-                    with suppress(OSError, ValueError):  # there is no file, or it says "max"
+                    with suppress(OSError, ValueError):  # there is no file, or it contains "max"
                         quota, period = map(int, (place / "cpu.max").read_text().split())
                         cores = min(cores, max(1, quota // period))
     return cores

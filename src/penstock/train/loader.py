@@ -24,8 +24,8 @@ from penstock.train.prefetch import BatchCopier, CopiedBatch, Prefetcher, map_le
 
 Sample = TypeVar("Sample")
 
-_CHUNK = 1 << 16  # indices of a permutation that are Python ints at a time
-_REPEAT_CHECK = 100  # indices of a sampler that are drawn twice, to check that the order repeats
+_CHUNK = 1 << 16  # indices of a permutation that are converted to Python ints at a time
+_REPEAT_CHECK = 100  # indices that are drawn twice from a sampler, to check that its order is reproducible
 
 
 class DataLoader(Generic[Sample]):
@@ -93,7 +93,7 @@ class DataLoader(Generic[Sample]):
         self._torch: torch_data.DataLoader[Any] = torch_data.DataLoader(dataset, **options)  # type: ignore[arg-type]
 
     def _check(self, num_workers: int, prefetch: int, options: Mapping[str, Any]) -> None:
-        """Raise an error for arguments that contradict each other, or that would give ranks different samples."""
+        """Raise an error for conflicting arguments, and for arguments that give ranks different samples."""
         dataset, batch_size, replicas = self.dataset, self.batch_size, self._place.replicas
         samplers = {"sampler": self._sampler, "batch_sampler": self._batch_sampler}
         given = {name: sampler for name, sampler in samplers.items() if sampler is not None}
@@ -103,11 +103,11 @@ class DataLoader(Generic[Sample]):
         elif not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise PlanError(f"batch_size must be a number of samples, at least 1, got {batch_size!r}")
         elif batch_size < replicas:
-            raise PlanError(f"batch_size={batch_size} is that of {replicas} data replicas: take at least {replicas}")
+            raise PlanError(f"batch_size={batch_size} is too small for {replicas} replicas: pass at least {replicas}")
         if prefetch < 0:
             raise PlanError(f"prefetch must be a number of batches, or 0 for none, got {prefetch!r}")
         if options.get("generator") is not None:
-            raise PlanError("the order of samples and the workers' seeds come from seed: leave out generator")
+            raise PlanError("the order of samples and the workers' seeds derive from seed: leave out generator")
         if not options.get("in_order", True):
             raise PlanError("in_order=False would give ranks their batches in different orders: leave it out")
         if isinstance(dataset, (IterDataPipe, MapDataPipe)):
@@ -118,26 +118,26 @@ class DataLoader(Generic[Sample]):
             if num_workers > 1:
                 raise PlanError(f"num_workers={num_workers} processes would each read the whole dataset: pass 1")
             return
-        lacks = "samples by index" if not hasattr(dataset, "__getitem__") else None
-        if lacks is None and not given and not hasattr(dataset, "__len__"):
-            lacks = "length"
-        if lacks is not None:
-            raise PlanError(f"the dataset, a {type(dataset).__name__}, has no {lacks}: add it, or use IterableDataset")
+        absent = "samples by index" if not hasattr(dataset, "__getitem__") else None
+        if absent is None and not given and not hasattr(dataset, "__len__"):
+            absent = "length"
+        if absent is not None:
+            raise PlanError(f"the dataset, a {type(dataset).__name__}, has no {absent}: add it, or use IterableDataset")
         if self.shuffle + len(given) > 1:
-            raise PlanError("shuffle, sampler and batch_sampler each say the order: pass one of them")
+            raise PlanError("shuffle, sampler and batch_sampler each determine the order: pass one of them")
         for name, sampler in given.items():
             inner: Any = sampler
             while inner is not None:
                 if isinstance(inner, DistributedSampler):
-                    raise PlanError(f"{name} is a DistributedSampler, but each replica gets its share: leave it out")
+                    raise PlanError(f"{name} is a DistributedSampler, but the loader divides samples: leave it out")
                 inner = getattr(inner, "sampler", None)
             drawn = [islice(_epoch_of(sampler, 0, 0), _REPEAT_CHECK) for _ in range(2)]
             one, other = ([i.tolist() if hasattr(i, "tolist") else i for i in indices] for indices in drawn)
             if one != other:
                 raise PlanError(
                     f"{name}, a {type(sampler).__name__}, gives another order each time, so ranks would load different "
-                    "samples: leave its generator out, and it draws from seed and epoch; or let it have "
-                    "set_epoch(epoch), and give the same order for the same epoch"
+                    "samples: leave out its generator, so that it draws from seed and epoch; or implement "
+                    "set_epoch(epoch), and return the same order for the same epoch"
                 )
 
     def __len__(self) -> int:
@@ -197,7 +197,7 @@ class DataLoader(Generic[Sample]):
             last = None if self._last is None else self._last()
             if last is not None and last.gi_frame is not None:
                 raise PlanError("with persistent_workers=True there is one iteration at a time: finish the other one")
-            with self._lock:  # until a thread of the last iterator has loaded its batch
+            with self._lock:  # wait until a thread of the last iterator has loaded its batch
                 pass
         epoch, start = self._next.epoch, self._next.batches
         loaded: Iterator[CopiedBatch] = map(self._copier.send, self._local_batches(epoch, start))
@@ -220,7 +220,7 @@ class DataLoader(Generic[Sample]):
             yield batch.pop()
 
     def _local_batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """The batches of this process. Set-up runs here, in the calling thread; loading runs on iteration."""
+        """The batches of this process. Set-up runs in the calling thread, and loading during iteration."""
         if self._stream:
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
@@ -229,12 +229,12 @@ class DataLoader(Generic[Sample]):
         batches = self._index_batches(epoch, start)
         if not self._place.loads:
             return map(self._empty_structure_of, batches)
-        mine, theirs = tee((list(self._place.share_of(batch)), batch[:1]) for batch in batches)
-        self._feed.parts = (own or sample for own, sample in theirs)
-        return _pad_empty_shares((bool(own) for own, _ in mine), self._torch_iterator(epoch, start))
+        shares, fed = tee((list(self._place.share_of(batch)), batch[:1]) for batch in batches)
+        self._feed.parts = (own or sample for own, sample in fed)
+        return _pad_empty_shares((bool(own) for own, _ in shares), self._torch_iterator(epoch, start))
 
     def _index_batches(self, epoch: int, start: int) -> Iterator[list[Any]]:
-        """The global mini-batches of an epoch from number ``start`` on, as lists of indices, the same on every rank."""
+        """The global mini-batches of an epoch from number ``start`` on, as lists of indices that all ranks share."""
         if self._batch_sampler is not None:
             return map(_check_not_empty, islice(_epoch_of(self._batch_sampler, self.seed, epoch), start, None))
         assert self.batch_size is not None
@@ -252,13 +252,13 @@ class DataLoader(Generic[Sample]):
         return (batch for batch in batches if len(batch) == self.batch_size or not self.drop_last)
 
     def _torch_iterator(self, epoch: int, start: int) -> Iterator[Any]:
-        """Torch's iterator. Ranks of one replica get the same worker seeds, so they draw the same numbers."""
+        """Torch's iterator. The ranks of one replica have the same worker seeds, and so the same random numbers."""
         self._torch.generator = _seeded_generator(self.seed, epoch, start, self._place.replica)
         with torch.device("cpu"):
             return iter(self._torch)
 
     def _empty_structure_of(self, batch: list[Any]) -> Any:
-        """A batch structure with None as every leaf, learned from one sample."""
+        """The structure of a batch, from one sample, with None in place of every leaf."""
         if self._structure is None:
             several = getattr(self.dataset, "__getitems__", None)
             samples = several(batch[:1]) if several else [self.dataset[batch[0]]]
@@ -296,7 +296,7 @@ class _Placement:
 
 
 def _placement(mesh: Mesh | None, pipe: Pipeline | None, everywhere: bool) -> _Placement:
-    """With a mesh alone, the last stage may be on the pipeline's last or first rank (V placement): both load."""
+    """The placement of this process. With a mesh alone, first and last rank load: each may have the last stage."""
     if mesh is not None and pipe is not None and (pipe.mesh is None or mesh.sizes != pipe.mesh.sizes):
         raise PlanError(f"mesh and pipe disagree: {mesh!r}, but the pipeline is on {pipe.mesh!r}. Pass pipe alone")
     grid = mesh if pipe is None else pipe.mesh
@@ -320,7 +320,7 @@ def _collate_share(collate: Callable[[list[Any]], Any], place: _Placement, sampl
 
 
 class _IndexFeed:
-    """The ``batch_sampler`` of torch's loader: iterates over the ``parts`` that were set last."""
+    """The ``batch_sampler`` of torch's loader, which iterates over ``parts``."""
 
     def __init__(self) -> None:
         self.parts: Iterator[list[Any]] = iter(())
@@ -330,7 +330,7 @@ class _IndexFeed:
 
 
 def _pad_empty_shares(filled: Iterator[bool], batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches. Where the share is empty, the batch of one sample loaded in its place is emptied."""
+    """The batches of this replica. For an empty share, one sample was loaded, whose batch is emptied here."""
     for has_samples in filled:
         try:
             batch = next(batches)
@@ -362,8 +362,8 @@ def _empty_leaf(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes)):
         return leaf
     raise PlanError(
-        f"this replica gets no samples of the last mini-batch, and of a {type(leaf).__name__} in it the loader cannot "
-        "make one without samples: let collate_fn give tensors, or pass drop_last=True"
+        f"this replica gets no samples of the last mini-batch, and the loader cannot create an empty "
+        f"{type(leaf).__name__}: return tensors from collate_fn, or pass drop_last=True"
     )
 
 
@@ -375,12 +375,12 @@ def _seeded_generator(*parts: int) -> torch.Generator:
 
 
 def _epoch_of(sampler: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
-    """One epoch of a sampler. It iterates over a copy, so that several epochs can be in progress."""
+    """An iterator over one epoch of a copy of the sampler, so that several epochs can be in progress."""
     return iter(_prepared(sampler, _seeded_generator(seed, epoch), epoch))
 
 
 def _prepared(sampler: Any, generator: torch.Generator, epoch: int) -> Any:
-    """A copy of the sampler with its epoch set; it draws from ``generator`` unless it has one."""
+    """A copy of the sampler for an epoch. It draws from ``generator`` unless it has its own generator."""
     if not any(hasattr(sampler, name) for name in ("generator", "sampler", "set_epoch")):
         return sampler
     own = copy.copy(sampler)
@@ -396,5 +396,5 @@ def _prepared(sampler: Any, generator: torch.Generator, epoch: int) -> Any:
 def _check_not_empty(batch: Iterable[Any]) -> list[Any]:
     indices = list(batch)
     if not indices:
-        raise PlanError("batch_sampler gave a mini-batch without samples: leave it out")
+        raise PlanError("batch_sampler returned a mini-batch without samples: leave out empty mini-batches")
     return indices

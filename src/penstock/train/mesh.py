@@ -31,8 +31,8 @@ class Mesh:
 
     The dimensions are ``data``, ``pipe`` and ``tensor``, in any order; ranks are consecutive along the last one. An
     omitted dimension has size 1. ``-1`` stands for the world size divided by the other sizes, and is the default of
-    ``pipe``. The mesh uses the default process group, or calls ``ps.init`` to make it. ``group``, a process group or a
-    list of ranks, restricts the mesh to some processes.
+    ``pipe``. The mesh uses the default process group, or calls ``ps.init`` to create it. ``group``, a process group or
+    a list of ranks, restricts the mesh to some processes.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Mesh:
         names = device_mesh.mesh_dim_names or ()
         unknown = [name for name in names if name not in known]
         if unknown or len(names) != device_mesh.mesh.ndim:
-            raise PlanError(f"the DeviceMesh has dimensions {names}: say from_device_mesh(mesh, data='dp', pipe='pp')")
+            raise PlanError(f"the DeviceMesh has dimensions {names}: use from_device_mesh(mesh, data='dp', pipe='pp')")
         mesh = cls.__new__(cls)
         sizes = {known[name]: size for name, size in zip(names, device_mesh.mesh.shape, strict=True)}
         others = {name: 1 for name in DIMENSIONS if name not in sizes}
@@ -110,7 +110,7 @@ class Mesh:
             names = tuple(self.sizes)
             if len(self.world_ranks) == dist.get_world_size():
                 self._device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=names)
-            else:  # DeviceMesh() would give groups other numbers in processes outside the mesh
+            else:  # DeviceMesh() would number groups differently in processes outside the mesh
                 ranks = [list(self._ranks_along[name]) for name in names]
                 groups: Any = [dist.new_group(each, use_local_synchronization=True) for each in ranks]
                 self._device_mesh = DeviceMesh.from_group(groups, self.device.type, grid, mesh_dim_names=names)
@@ -134,7 +134,7 @@ def _check_name(name: str) -> None:
 
 
 def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
-    """All three sizes, in the order given by the user. Omitted dimensions come first, or in the default order.
+    """All three sizes, in the order of the user's arguments: the default order if it fits, else omitted ones first.
 
     -1 is replaced by the world size divided by the other sizes.
     """
@@ -150,13 +150,13 @@ def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
     resolved.update(sizes)
     if list(sizes) == [name for name in DIMENSIONS if name in sizes]:
         resolved = {name: resolved[name] for name in DIMENSIONS}
-    said = f"Mesh({', '.join(given)})"
+    call = f"Mesh({', '.join(given)})"
     for name, size in resolved.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < -1 or size == 0:
-            raise PlanError(f"{said}: {name} must be a number of processes, or -1 for what is left, got {size!r}")
+            raise PlanError(f"{call}: {name} must be a number of processes, or -1 for the rest, got {size!r}")
     inferred = [name for name, size in resolved.items() if size == -1]
     if len(inferred) > 1:
-        raise PlanError(f"{said}: only one size can be -1, not both {' and '.join(inferred)}")
+        raise PlanError(f"{call}: only one size can be -1, not both {' and '.join(inferred)}")
     known = math.prod(size for size in resolved.values() if size != -1)
     if inferred and world % known == 0:
         resolved[inferred[0]] = world // known
@@ -164,6 +164,6 @@ def _resolve(sizes: Mapping[str, int], world: int) -> dict[str, int]:
         product = " × ".join(str(size) for size in resolved.values() if size not in (1, -1)) or "1"
         needs = f"a multiple of {known}" if inferred else str(known)
         raise PlanError(
-            f"{said} needs {needs} processes ({product}), but the world has {world}: start as many, or change the mesh"
+            f"{call} needs {needs} processes ({product}), but the world has {world}: start as many, or change the mesh"
         )
     return resolved

@@ -1,13 +1,13 @@
 """``ps.Offload``, and optimizers whose state is in host memory and is streamed to the device for the update.
 
     bucket            0    1    2    3
-    to device        ▓▓   ▓▓   ▓▓   ▓▓              while the bucket before is updated
-    update                ██   ██   ██   ██         the optimizer's own step, on the bucket's parameters
-    to host                    ▒▒   ▒▒   ▒▒   ▒▒    while the next bucket is updated
+    to device        ▓▓   ▓▓   ▓▓   ▓▓              during the update of the previous bucket
+    update                ██   ██   ██   ██         the optimizer's step, on the bucket's parameters
+    to host                    ▒▒   ▒▒   ▒▒   ▒▒    during the update of the next bucket
 
-A torch optimizer that treats each parameter by itself is stepped bucket by bucket: the arithmetic per parameter is the
-same, so the result is bitwise equal. Any other optimizer (LBFGS, third-party ones) is stepped with all of its state and
-all weights on the device. Weights that are in host memory (``Offload(weights=True)``) are streamed with the state.
+A torch optimizer that updates each parameter independently is stepped bucket by bucket. The arithmetic per parameter is
+the same, so the result is bitwise equal. Any other optimizer (LBFGS, third-party ones) is stepped with all of its state
+and all weights on the device. Weights in host memory (``Offload(weights=True)``) are streamed with the state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PER_PARAMETER = (
 )
 _PLAIN = (Tensor, nn.Parameter)
 _Path = tuple[Any, ...]
-_PendingCopy = tuple[CopyStreams, CopyEvent, Tensor]  # a copy under way, with its tensor on the device
+_PendingCopy = tuple[CopyStreams, CopyEvent, Tensor]  # a copy in progress, with its tensor on the device
 _offloaded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -51,7 +51,7 @@ def is_offloaded(optimizer: Optimizer) -> bool:
 class OffloadedOptimizer:
     """Keeps the state of one optimizer in host memory between steps, except tensors below ``smallest`` bytes.
 
-    ``copies_for`` returns the copy streams for a tensor, or None for one that stays where it is. ``weights`` has the
+    ``copies_for`` returns the copy streams for a tensor, or None for a tensor that is not moved. ``weights`` has the
     parameters that are in host memory between steps.
     """
 
@@ -66,7 +66,7 @@ class OffloadedOptimizer:
         if optimizer in _offloaded:
             raise PlanError("this optimizer is offloaded already: call offload_optimizer once")
         if "step" in vars(optimizer):
-            raise PlanError("something has replaced the optimizer's step: offload it first, then make its LR scheduler")
+            raise PlanError("the optimizer's step was replaced: offload it first, then create its LR scheduler")
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise PlanError("an optimizer with differentiable=True cannot be offloaded: its state is part of a graph")
         self.optimizer = optimizer
@@ -84,7 +84,7 @@ class OffloadedOptimizer:
         def step_with_copies(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return self._step_by_buckets(closure) if divisible else self._step_at_once(closure)
 
-        # Wrapped as torch wraps the steps of its own classes: the optimizer's hooks run once, around all buckets.
+        # Like the steps of torch's own optimizers, it is wrapped with the hooks, which run once for all buckets.
         optimizer.step = MethodType(Optimizer.profile_hook_step(step_with_copies), optimizer)  # type: ignore[method-assign]
         optimizer.register_load_state_dict_post_hook(lambda _: self._move_state_to_host())
         _offloaded.add(optimizer)
@@ -112,7 +112,7 @@ class OffloadedOptimizer:
         try:
             to_device = self._fetch(buckets[0][1]) if buckets else []
             for number, (group, params) in enumerate(buckets):
-                if len(to_host) > 1:  # frees memory for the next bucket
+                if len(to_host) > 1:  # free memory for the next bucket
                     self._wait_on_device(to_host.pop(0))
                 arrived, to_device = to_device, []
                 if number + 1 < len(buckets):
@@ -132,7 +132,7 @@ class OffloadedOptimizer:
     def _buckets(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
         """Parameters of one group that are updated together. Three buckets are on the device at a time.
 
-        Torch selects an implementation by the parameters of a group, so groups of mixed types or devices stay whole.
+        Torch selects an implementation by the parameters of a group, so groups of mixed types or devices are not split.
         """
         for group in self.optimizer.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -142,7 +142,7 @@ class OffloadedOptimizer:
             part: list[Tensor] = []
             size = 0
             for p in params:
-                # Before the first step the size of the state is unknown: assume Adam's.
+                # Before the first step the size of the state is unknown: assume that of Adam.
                 state = self._host_tensors.get(p, {}).values()
                 cost = sum(tensor.host.nbytes for tensor in state) or 2 * p.nbytes
                 if self._device_of(p) is not None:
@@ -187,7 +187,7 @@ class OffloadedOptimizer:
             for key in (list(self.optimizer.state) if keys is None else keys)
             for place in _tensors(self.optimizer.state.get(key))
         ]
-        # Tensors that share storage with another tensor or a parameter must keep doing so: they stay.
+        # Tensors that share storage with another tensor or a parameter are not moved, so that they keep sharing it.
         uses = Counter(storage_id(tensor) for *_, tensor in found)
         uses.update(
             storage_id(p) for group in self.optimizer.param_groups for p in group["params"] if type(p) in _PLAIN
@@ -208,8 +208,8 @@ class OffloadedOptimizer:
     def _move_state_to_host(self) -> None:
         """Move state that was created or loaded outside a step to the host.
 
-        Torch creates it on the parameters' device. State of a parameter in host memory is first moved to the device of
-        its update, as if the update had created it there, except the step count, which most optimizers keep on the CPU.
+        Torch creates state on the parameters' device. State of a parameter in host memory is first moved to the device
+        of its update, as if created there, except the step count, which most optimizers keep on the CPU.
         """
         for group in self.optimizer.param_groups:
             on_device = group.get("capturable") or group.get("fused")
@@ -227,13 +227,13 @@ class OffloadedOptimizer:
 
     @staticmethod
     def _wait_on_device(copies: Iterable[_PendingCopy]) -> None:
-        """Let the device wait for copies: their targets can be used and their sources freed afterwards."""
+        """Make the device wait for copies. Their targets can be used and their sources freed afterwards."""
         for streams, event, tensor in copies:
             streams.wait(event, tensor)
 
     @staticmethod
     def _wait_on_host(copies: Iterable[_PendingCopy]) -> None:
-        """Let the host wait for copies, so that the state can be read after the step."""
+        """Make the host wait for copies, so that the state can be read after the step."""
         for streams, event, _ in copies:
             streams.synchronize(event)
 
@@ -266,8 +266,8 @@ def _tensors(state: Any, path: _Path = ()) -> Iterator[tuple[Any, Any, _Path, Te
 class Offload:
     """The tensors that a pipeline keeps in host memory while a GPU does not use them. On the CPU it has no effect.
 
-    ``optimizer``: the state of optimizers passed to ``pipe.offload_optimizer(…)``, of which about ``bucket`` bytes are
-    on the device at a time. ``activations``: tensors that waiting micro-batches saved for backward, up to ``budget``
+    ``optimizer``: the state of optimizers passed to ``pipe.offload_optimizer(…)``; about ``bucket`` bytes of it are on
+    the device at a time. ``activations``: tensors that micro-batches in flight saved for backward, up to ``budget``
     bytes of host memory per process; the rest stays on the device. ``weights``: parameters and their gradients; a
     device holds those of the running and of the next stage. Between calls they are CPU tensors. Sizes are bytes or
     strings such as "2GiB".
@@ -284,7 +284,7 @@ class Offload:
             raise PlanError("Offload(optimizer=False, activations=False) keeps nothing on the host: leave offload out")
         if self.budget is not None and not self.activations:
             raise PlanError(f"Offload(budget={self.budget!r}) is for activations, and activations=False")
-        _ = self.budget_bytes, self.bucket_bytes  # an error for what is not a size
+        _ = self.budget_bytes, self.bucket_bytes  # raises for an invalid size
 
     @property
     def budget_bytes(self) -> int | None:
@@ -306,7 +306,7 @@ def offload_optimizer(optimizer: Optimizer, offload: Offload, weights: HostWeigh
 
 
 def require_offloaded(parameters: Iterable[nn.Parameter]) -> RemovableHandle:
-    """Make steps of optimizers of these parameters an error unless the optimizer is offloaded."""
+    """Raise an error for steps of optimizers with these parameters unless the optimizer is offloaded."""
     required = {id(parameter): weakref.ref(parameter) for parameter in parameters}
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

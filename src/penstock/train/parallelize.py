@@ -1,9 +1,9 @@
 """``Pipeline(…, parallelize=…)``: apply the user's function for DDP, FSDP2 or tensor parallelism to each stage.
 
-    equalise over data and tensor ─▶ function(stage, mesh) ─▶ unwrap DDP, drive FSDP, check names and ties
+    broadcast over data and tensor ─▶ function(stage, mesh) ─▶ unwrap DDP, configure FSDP, check names and ties
 
-The function communicates with other processes. Before it is called, all processes have joined and agree on the
-pipeline's configuration, and replicas have the weights of the first one.
+The function communicates with other processes. Before it is called, all processes have joined and compared the
+configuration of the pipeline, and replicas have the weights of the first replica.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def parallelize_stages(
     options: Any,
     ties: Sequence[Tie],
     copies: list[list[nn.Parameter]],
-    own: FqnMap,
+    fqn: FqnMap,
 ) -> dict[int, ParallelizedStage]:
     """Call the user's function for each stage of this process, in order; updates ``modules`` and ``copies``.
 
-    ``own`` maps names to the model's. All processes of the mesh call this together.
+    ``fqn`` maps names to the model's. All processes of the mesh call this together.
     """
     assert options.parallelize is not None
-    _ = mesh.device_mesh  # creating it is collective, so do it even if the function does not use it
+    _ = mesh.device_mesh  # create it in any case: the creation is collective, and the function may not use it
     for dimension in ("data", "tensor"):
         if mesh.sizes[dimension] > 1:
             tensors = (t for module in modules.values() for t in (*module.parameters(), *module.buffers()))
             broadcast_from_first(tensors, mesh[dimension].get_group())
-    before = {(stage, name): id(parameter) for stage, name, parameter in _members(modules, own)}
-    made = {}
+    before = {(stage, name): id(parameter) for stage, name, parameter in _members(modules, fqn)}
+    parallelized = {}
     for stage, module in modules.items():
         fake = FakeStage(stage, module, mesh.device)
         try:
@@ -57,7 +57,7 @@ def parallelize_stages(
             raise
         result = module if result is None else result
         if not isinstance(result, nn.Module):
-            raise PlanError(f"parallelize gave a {type(result).__name__} for stage {stage}: return a module, or None")
+            raise PlanError(f"parallelize returned a {type(result).__name__} for stage {stage}, not a module or None")
         result, wrapped = unwrap_ddp(result, stage, mesh.ranks("data"))
         sharded = fsdp_stage(result, stage, mesh.ranks("data"))
         for name, parameter in result.named_parameters():
@@ -76,9 +76,9 @@ def parallelize_stages(
         if mesh.tensor > 1:
             keep_edges_plain(result, stage)
         modules[stage] = result
-        made[stage] = ParallelizedStage(fake if changed else None, wrapped, sharded)
-    _check_parameters(before, {(stage, name): id(p) for stage, name, p in _members(modules, own)})
-    sharded_name = next((name for _, name, p in _members(modules, own) if is_dtensor(p)), None)
+        parallelized[stage] = ParallelizedStage(fake if changed else None, wrapped, sharded)
+    _check_parameters(before, {(stage, name): id(p) for stage, name, p in _members(modules, fqn)})
+    sharded_name = next((name for _, name, p in _members(modules, fqn) if is_dtensor(p)), None)
     if sharded_name is not None and (options.accumulate is not None or options.offload is not None):
         raise PlanError(
             f"accumulate= and offload= are not supported for sharded parameters ({sharded_name} is one): with "
@@ -86,14 +86,14 @@ def parallelize_stages(
             "parameters in float32 and run steps under torch.autocast"
         )
     for tie, row in zip(ties, copies, strict=True):
-        row[:] = {id(p): p for _, name, p in _members(modules, own) if name in tie.names}.values()
-    return made
+        row[:] = {id(p): p for _, name, p in _members(modules, fqn) if name in tie.names}.values()
+    return parallelized
 
 
-def _members(modules: Mapping[int, nn.Module], own: FqnMap) -> Iterator[tuple[int, str, nn.Parameter]]:
+def _members(modules: Mapping[int, nn.Module], fqn: FqnMap) -> Iterator[tuple[int, str, nn.Parameter]]:
     for stage, module in modules.items():
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            yield stage, own(name), parameter
+            yield stage, fqn(name), parameter
 
 
 def _check_parameters(before: Mapping[tuple[int, str], int], after: Mapping[tuple[int, str], int]) -> None:
@@ -105,7 +105,7 @@ def _check_parameters(before: Mapping[tuple[int, str], int], after: Mapping[tupl
             raise PlanError(
                 f"parallelize changed the parameters of stage {stage}: it has {', '.join(new) or 'nothing'} in the "
                 f"place of {', '.join(gone) or 'nothing'}. Names in checkpoints stay those of the model: change the "
-                "stage in place, or wrap it in what keeps names (DistributedDataParallel, fully_shard, "
+                "stage in place, or use a wrapper that keeps names (DistributedDataParallel, fully_shard, "
                 "checkpoint_wrapper, torch.compile)"
             )
     places_of: dict[int, list[tuple[int, str]]] = {}
@@ -114,11 +114,11 @@ def _check_parameters(before: Mapping[tuple[int, str], int], after: Mapping[tupl
     for places in places_of.values():
         if len({after[place] for place in places}) > 1:
             names = " and ".join(f"{name} of stage {stage}" for stage, name in places)
-            raise PlanError(f"{names} were one parameter, and parallelize has made several of it: leave it unchanged")
+            raise PlanError(f"{names} were one parameter, but parallelize has replaced it by several: keep it tied")
 
 
 def _apply_mixed_precision(sharded: FsdpStage, fake: FakeStage) -> None:
-    """Give the fake stage the dtypes of FSDP's mixed precision: of parameters, inputs and outputs."""
+    """Apply FSDP's mixed precision to the fake stage: dtypes of parameters, inputs and outputs."""
     twins = {id(part): twin for part, twin in fake.pairs}
     for group in sharded.groups:
         dtype = group.mp_policy.param_dtype

@@ -1,4 +1,4 @@
-"""``Pipeline``: a plan, made to run."""
+"""``Pipeline``: runs the training steps of a plan."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from penstock.train.state import PipelineState
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of ``Pipeline.step``: ``loss`` on every rank, ``outputs`` where the last stage is.
+    """The result of ``Pipeline.step``: ``loss`` on every rank, ``outputs`` on the rank of the last stage.
 
-    ``bubble`` is the share of the step's time in which ranks waited for others, as measured: of this process's rank
-    under a mesh, else of all on average. It is not known on GPUs, where the host does not wait.
+    ``bubble`` is the measured fraction of the step's time in which ranks waited for others: under a mesh that of this
+    rank, else the average of all ranks. It is None on GPUs, where the host does not wait.
     """
 
     loss: Any  # a Tensor; None for an evaluation without targets
     outputs: Any
-    samples: int  # of all replicas, where there is a loss
+    samples: int  # of all replicas, if there is a loss
     microbatches: int  # of this replica
     seconds: float
     bubble: float | None = None
@@ -53,7 +53,7 @@ class StepResult:
 
 @dataclass
 class StepTotals:
-    """Sums over steps. ``idle`` of the ``measured`` seconds were spent waiting, in steps with a known bubble."""
+    """Sums over steps. ``measured`` are the seconds of steps with a known bubble, and ``idle`` the waits in them."""
 
     steps: int = 0
     samples: int = 0
@@ -72,12 +72,12 @@ class StepTotals:
 
     @property
     def bubble(self) -> float | None:
-        """The fraction of time spent waiting; None if it is not known."""
+        """The fraction of time spent waiting; None if it is unknown."""
         return self.idle / self.measured if self.measured else None
 
 
 MAX_VERIFIED = 16  # kinds of call whose stages are compared with the whole model
-MIN_SAVING = 0.01  # the fraction of a step that a new order must save
+MIN_SAVING = 0.01  # the fraction of a step's time that a new order must save
 
 
 @dataclass(frozen=True)
@@ -90,47 +90,47 @@ class ReplanResult:
 
     def __str__(self) -> str:
         if not self.changed:
-            return f"the order stays: a step of {self.before:.4g} s, and no other order was found that saves 1 %"
+            return f"the order is unchanged: a step takes {self.before:.4g} s, and no order was found that saves 1 %"
         saved = 1 - self.after / self.before
         return f"a new order: a step of {self.after:.4g} s instead of {self.before:.4g} s, {saved:.1%} less"
 
 
 class Pipeline(PipelineState):
-    """Trains the model of a plan, stage by stage, micro-batch by micro-batch, to the plain model's result.
+    """Trains the model of a plan as a pipeline. The results are those of the plain model.
 
     Args:
         plan: the stages, from ``ps.split`` or ``ps.plan``.
-        loss_fn: ``loss_fn(output, target)`` returns the loss of a micro-batch, averaged or summed over its samples as
-            its own ``reduction`` says, or ``(sum, count)``; ``loss_fn(output)`` finds it in the output, without
-            targets. Without a ``loss_fn`` the model computes its loss.
-        microbatches: the number of micro-batches that a mini-batch is split into.
+        loss_fn: ``loss_fn(output, target)`` returns the loss of a micro-batch, averaged or summed over its samples
+            according to its ``reduction``, or ``(sum, count)``. ``loss_fn(output)`` selects the loss in the output, and
+            takes no targets. Without a ``loss_fn`` the model computes its loss.
+        microbatches: the number of micro-batches of a mini-batch.
         microbatch_size: instead, the largest size of a micro-batch; ``microbatches`` is then the usual number.
-        schedule: a name (see ``penstock schedule --list``), a ``Schedule``, or ``Costs`` of the stages, for which an
-            order is searched in the memory of 1F1B; ``"auto"`` searches one for equal costs. ``"sharded"`` sends one
+        schedule: a name (see ``penstock schedule --list``), a ``Schedule``, or ``Costs`` of the stages, for which the
+            best order within the memory of 1F1B is searched; ``"auto"`` assumes equal costs. ``"sharded"`` runs one
             micro-batch at a time through all stages, for debugging. ``ps.plan`` finds costs, cuts and order.
         devices: without a mesh, every rank is a thread of this process with its device: a list, or one for all.
         mesh: with a mesh, every rank is a process.
-        reduction: ``"mean"`` or ``"sum"``, where ``loss_fn`` does not say it.
-        outputs: which of the micro-batches' outputs a step keeps: ``"all"``, ``"final"``, ``"sum"``, ``"every:N"``, a
+        reduction: ``"mean"`` or ``"sum"``, for a ``loss_fn`` without a ``reduction``.
+        outputs: the micro-batch outputs that a step returns: ``"all"``, ``"final"``, ``"sum"``, ``"every:N"``, a
             function of (so_far, output), or None. Under a mesh they are on the last stage's rank; ``pipe.broadcast``
-            sends them to all.
-        init: ``init(stage)`` fills the stages of a model built under ``torch.device("meta")``.
+            sends them to all ranks.
+        init: ``init(stage)`` initialises the stages of a model that was created under ``torch.device("meta")``.
         recompute: recompute forwards instead of keeping their activations: ``"always"``, ``"except_last"`` (for all but
             the last micro-batch) or ``"never"``; for all stages, or ``{0: "always"}`` for some.
-        seed: random numbers then depend on it, the step, the micro-batch and the layer, and on nothing else.
+        seed: random numbers then depend only on the seed, the step, the micro-batch and the layer.
         accumulate: ``"fp32"`` sums gradients of half-precision parameters in single precision.
-        batchnorm: ``"deferred"`` commits the running statistics of the whole mini-batch.
-        offload: what to keep on the host.
-        dynamic: for stages whose outputs' shapes, structure or values depend on the data: between processes, every
-            message then describes itself.
+        batchnorm: ``"deferred"`` updates running statistics once per mini-batch, with those of the whole mini-batch.
+        offload: the tensors to keep on the host.
+        dynamic: for stages whose outputs have shapes, structure or plain values that depend on the data. Between
+            processes, every message then has a header.
         parallelize: ``parallelize(stage, mesh)`` is called with each stage of this process, on its device with the
-            first replica's weights. It returns a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel module
-            of it, or None where it changed the stage in place. ``mesh["data"]`` and ``mesh["tensor"]`` are the device
-            meshes for them.
-        timeout: a rank that waits for another one in one place logs why after 60 seconds, and gives up after
-            ``timeout``: then all ranks stop, and a process that hangs in a step ends. A pair sets both. None is never.
+            first replica's weights. It returns a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel
+            version of the stage, or None if it changed the stage in place. ``mesh["data"]`` and ``mesh["tensor"]`` are
+            the device meshes for it.
+        timeout: a rank that waits for another one logs the reason after 60 seconds. After ``timeout`` seconds all ranks
+            raise an error, and a process that hangs in a step ends. A pair sets both; None disables them.
 
-    docs/training.md tells more.
+    See docs/training.md.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Pipeline(PipelineState):
         self._rendezvous = rendezvous
         self._traced: Any = None  # the last ``Trace``
         self._verified: set[Any] = set()  # the kinds of call whose stages were compared with the whole model
-        self.prediction: Prediction | None = None  # of what this pipeline was made from, such as a plan
+        self.prediction: Prediction | None = None  # of the plan or the costs of this pipeline
         self._outputs = outputs
         self.last: StepResult | None = None  # the last step's result, without its outputs
         self.step_totals = StepTotals()  # of all steps
@@ -185,23 +185,23 @@ class Pipeline(PipelineState):
     def step(self, inputs: Any = None, targets: Any = None) -> StepResult:
         """Forward and backward of one mini-batch. Gradients are added to ``.grad``, as by ``loss.backward()``.
 
-        A step that fails leaves no gradients where there were none; those of earlier steps may be incomplete sums.
+        After a failed step, parameters without earlier gradients have none; other gradients may be incomplete sums.
         """
         start = time.perf_counter()
         self._executor.check_idle()
         if torch.is_inference_mode_enabled():
             raise PlanError("step() needs gradients, but was called under torch.inference_mode()")
-        arguments = self._arguments(inputs)  # before the executor, which it may replace
+        arguments = self._arguments(inputs)  # first, because it may replace the executor
         result = self._result(self._executor.train(arguments, targets, self._outputs), start)
         self.last = replace(result, outputs=None)
         self.step_totals.add(result)
         return result
 
     def evaluate(self, inputs: Any = None, targets: Any = None, *, outputs: Outputs = "same") -> StepResult:
-        """Forward of one mini-batch without a graph: its outputs, and its loss where there are targets.
+        """Forward of one mini-batch without a graph: its outputs, and its loss if there are targets.
 
-        Training flags are not changed: call ``pipe.eval()`` first for an ordinary evaluation. ``outputs`` is as for the
-        pipeline; ``"same"`` is the pipeline's.
+        Training flags are not changed: call ``pipe.eval()`` first for an ordinary evaluation. ``outputs`` is as in the
+        constructor; ``"same"`` is the value passed there.
         """
         start = time.perf_counter()
         self._executor.check_idle()
@@ -217,10 +217,10 @@ class Pipeline(PipelineState):
     def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The outputs of many mini-batches, in order, without a graph and without draining the pipeline between them.
 
-        Each of ``batches`` is what ``step`` takes as inputs. The next ones are in flight while the caller uses the
-        outputs of one; nothing else can be run until all are taken, or the iterator is closed. Under a mesh all ranks
-        iterate; the rank of the last stage gets the outputs, the others None. Under a mesh, or with weights that live
-        on the host, mini-batches run one at a time.
+        Each of ``batches`` has the form of the inputs of ``step``. The next mini-batches are in flight while the caller
+        uses the outputs of one. No other call is possible until all outputs are consumed, or the iterator is closed.
+        Under a mesh all ranks iterate; the rank of the last stage gets the outputs, the others None. Under a mesh, or
+        with offloaded weights, mini-batches run one at a time.
         """
         self._executor.check_idle()
         remaining = iter(batches)
@@ -231,9 +231,9 @@ class Pipeline(PipelineState):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs for a mini-batch of any size.
 
-        In this process the outputs are part of autograd's graph, unless under ``no_grad``: ``loss.backward()`` runs
-        the stages' backwards. Under a mesh this is for evaluation: call it under ``torch.no_grad()`` on all ranks;
-        the rank of the last stage gets the outputs, the others None.
+        In one process the outputs are part of autograd's graph, unless under ``no_grad``: ``loss.backward()`` runs the
+        backwards of the stages. Under a mesh this is for evaluation: call it under ``torch.no_grad()`` on all ranks.
+        The rank of the last stage gets the outputs, the others None.
         """
         self._executor.check_idle()
         value = self._bind(args, kwargs) if args or kwargs else None
@@ -244,11 +244,11 @@ class Pipeline(PipelineState):
             return executor.evaluate(value, None, "all", loss=False).outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs in autograd's graph, for a loss that is computed outside: in one process as ``pipe(x)``.
+        """The model's outputs in autograd's graph, for a loss that the caller computes. In one process: ``pipe(x)``.
 
-        Under a mesh all ranks call it. The rank of the last stage gets the outputs, and must call backward on a loss
-        of them before it does anything else with the pipeline; the others wait for that, and get None. Gradients are
-        added to ``.grad``, and summed over replicas: their losses count as parts of one sum.
+        Under a mesh all ranks call it. The rank of the last stage gets the outputs, and must call backward on their
+        loss before its next call of the pipeline. The others wait for this backward and get None. Gradients are added
+        to ``.grad``, and summed over replicas: the losses of the replicas are terms of one sum.
         """
         if not torch.is_grad_enabled():
             return self(*args, **kwargs)
@@ -273,7 +273,7 @@ class Pipeline(PipelineState):
         return self._bind(inputs if isinstance(inputs, tuple) else (inputs,), {})
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The input of the first stage. For a new kind of call of a traced model, its stages are verified first."""
+        """The input of the first stage. For a new kind of call of a traced model, verify its stages first."""
         if self._chain.provisional and self.mesh is None:
             self._resolve(args, kwargs)
         if self._chain.verify and self.mesh is None and len(self._verified) < MAX_VERIFIED:
@@ -281,7 +281,7 @@ class Pipeline(PipelineState):
         return self._chain.arguments(args, kwargs)
 
     def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Split the model again if it is not called in the way that its plan was made for, which was a guess."""
+        """Split the model again if its call does not fit its plan, which assumed a kind of call."""
         first = self._first_microbatch(args, kwargs)
         try:
             self.plan.prepare(self._chain.arguments(*first))
@@ -327,24 +327,24 @@ class Pipeline(PipelineState):
             raise PlanError(
                 f"the {self.plan.num_stages} stages do not compute what the whole model computes, on the first "
                 f"micro-batch: {difference}. Cut the model another way: at other modules (cuts=…), between its blocks "
-                "(blocks=…), or at marks; ps.split(…, verify=False) leaves this comparison out"
+                "(blocks=…), or at marks; ps.split(…, verify=False) disables this comparison"
             )
 
     @property
     def has_first_stage(self) -> bool:
-        """Whether this process has the first stage, which the inputs go to."""
+        """Whether this process has the first stage, which needs the inputs."""
         return 0 in self._modules
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this process has the last stage, which the targets go to and the outputs come from."""
+        """Whether this process has the last stage, which needs the targets and returns the outputs."""
         return self.plan.num_stages - 1 in self._modules
 
     @property
     def lockstep(self) -> bool:
-        """Whether, in calls and evaluations, a stage starts its next forward only when its last output is taken.
+        """Whether, in calls and evaluations, a stage starts its next forward only after its last output was received.
 
-        Set it to keep outputs from piling up before a slow stage. It is for threads with one stage each.
+        Set it to limit the outputs that wait for a slow stage. It is for threads with one stage each.
         """
         return self._executor.lockstep
 
@@ -356,15 +356,15 @@ class Pipeline(PipelineState):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of a step of a full number of micro-batches."""
+        """The schedule of a step with the full number of micro-batches."""
         return self._source.training(self._source.microbatches)
 
     def trace(self, steps: int | None = None, *, skip: int = 0, quiet: bool = False) -> AbstractContextManager[Any]:
-        """Record what every rank does in the next ``steps`` mini-batches, all within the block if None.
+        """Record the actions of all ranks in the next ``steps`` mini-batches; None: in all mini-batches of the block.
 
-        The first ``skip`` are left out. When ``with pipe.trace(steps=3) as trace:`` has ended, ``trace`` (a
-        ``ps.Trace``) has the records of all ranks, on every one of them. Under a mesh all ranks begin and end the block
-        together. At its end the time of a step is printed beside the prediction, unless ``quiet``.
+        The first ``skip`` mini-batches are not recorded. After the block ``with pipe.trace(steps=3) as trace:``,
+        ``trace`` (a ``ps.Trace``) has the records of all ranks, on every rank. Under a mesh all ranks begin and end the
+        block together. At its end the measured and the predicted time of a step are printed, unless ``quiet``.
         """
         self._executor.check_idle()
         executor, predicted = self._executor, self._predicted
@@ -373,20 +373,21 @@ class Pipeline(PipelineState):
         return recording  # type: ignore[no-any-return]
 
     def replan(self, costs: Costs | None = None, *, seconds: float = 0.8) -> ReplanResult:
-        """Switch to another order, if one is faster for the stages' costs, in the memory of the present one.
+        """Switch to another order, if one is faster for the costs of the stages within the memory of the present order.
 
-        ``costs`` are by default those of the last ``pipe.trace()``. Stages stay on their ranks, and nothing changes but
-        the order: gradients are the same. Under a mesh all ranks call it, with the same costs, between the same steps.
+        ``costs`` are by default those of the last ``pipe.trace()``. Only the order of the actions changes; stages stay
+        on their ranks, and gradients are the same. Under a mesh all ranks call it, with the same costs, between the
+        same steps.
         """
         executor = self._executor
         executor.check_idle()
         if costs is None:
             if self._traced is None:
-                raise PlanError("nothing was traced yet: run steps in 'with pipe.trace():' before, or give costs=")
+                raise PlanError("nothing was traced yet: run steps in 'with pipe.trace():' before, or pass costs=")
             costs = self._traced.costs()
             assert costs is not None
             if not any(costs.durations(self.schedule.num_stages)["B"]):
-                raise PlanError("the last trace has no backward: run steps in 'with pipe.trace():', or give costs=")
+                raise PlanError("the last trace has no backward: run steps in 'with pipe.trace():', or pass costs=")
         found, schedule = find_faster_order(self.schedule, costs, executor.edges, seconds)
         if self._rendezvous is not None:
             self._rendezvous.compare({"what replan was given": digest(repr(costs)), "its order": digest(str(schedule))})
@@ -397,13 +398,13 @@ class Pipeline(PipelineState):
         return found
 
     def _predicted(self) -> Prediction | None:
-        """The prediction for steps of a full number of micro-batches, as far as it holds for steps like the last."""
+        """The prediction for steps with the full number of micro-batches, if it applies to steps like the last one."""
         made_from, source, executor = self.prediction, self._source, self._executor
         if made_from is None:
             return None if source.costs is None else predict_from_costs("costs", source.costs, executor)
         if made_from.samples is None:
             return made_from
-        if executor.source.ranks != source.ranks:  # ranks take turns, which the plan did not model
+        if executor.source.ranks != source.ranks:  # ranks were merged, which the plan did not model
             return None
         samples = 0 if self.last is None else self.last.samples
         share = -(-samples // (1 if self.mesh is None else self.mesh.data))
@@ -415,19 +416,19 @@ class Pipeline(PipelineState):
             return replace(made_from, memory=None)
         return made_from
 
-    # ── offload and end of life ──────────────────────────────────────────────────────────────────────────────
+    # ── offload and closing ──────────────────────────────────────────────────────────────────────────────────
 
     def offload_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Keep the optimizer's state on the host from now on, as ``Offload(optimizer=True)`` says; returns it.
+        """Keep the optimizer's state on the host from now on; return the optimizer.
 
-        With ``Offload(weights=True)`` it moves the weights and gradients to their devices for its steps.
+        With ``Offload(weights=True)``, weights and gradients are copied to their devices for its steps.
         """
         if self._offload is None or not (self._offload.optimizer or self._offload.weights):
             raise PlanError("offload_optimizer needs Pipeline(…, offload=Offload(optimizer=True))")
         return offload_optimizer(optimizer, self._offload, self._executor.weights)
 
     def close(self) -> None:
-        """End the threads, or leave the channels. The model keeps its parameters; the pipeline cannot run again."""
+        """End the threads, or close the channels. The model keeps its parameters; the pipeline cannot run again."""
         self._executor.close()
         if self._offload_check is not None:
             self._offload_check.remove()
@@ -445,19 +446,19 @@ class Pipeline(PipelineState):
 
     def __getattr__(self, name: str) -> Any:
         hint = (
-            ": a pipeline is no nn.Module. Train it by pipe.step, not by a trainer that calls the model; save "
-            "by ps.save(path, pipe, optimizer), not get_state_dict(pipe, optimizer)"
+            ": a pipeline is not an nn.Module. Train it by pipe.step, not by a trainer that calls the model; save "
+            "it by ps.save(path, pipe, optimizer), not by get_state_dict(pipe, optimizer)"
         )
         raise AttributeError(f"'Pipeline' object has no attribute {name!r}{hint if hasattr(nn.Module, name) else ''}")
 
     def __getstate__(self) -> Any:
-        raise PlanError("a pipeline is not copied or pickled: save pipe.state_dict(), and build another pipeline")
+        raise PlanError("a pipeline cannot be copied or pickled: save pipe.state_dict(), and build another pipeline")
 
 
 def find_faster_order(
     schedule: Schedule, costs: Costs, edges: Sequence[Edge], seconds: float
 ) -> tuple[ReplanResult, Schedule]:
-    """The fastest order for these costs, or the present one if it saves too little; recomputes are left out.
+    """The fastest order for these costs, or the present order if the saving is too small, without recomputes.
 
     The same arguments give the same result on every rank.
     """
@@ -470,7 +471,7 @@ def find_faster_order(
         longer = {kind: tuple(map(add, times[kind], extra)) for kind in "IB"}
         costs = replace(costs, i=longer["I"], b=longer["B"])
     if not any(costs.of_stages("activation", schedule.num_stages)):
-        costs = replace(costs, activation=1.0)  # unknown: keep as many micro-batches in flight as before
+        costs = replace(costs, activation=1.0)  # unknown: keep the same number of micro-batches in flight
     old = simulate(plain, costs, edges)
     found = auto(
         costs, schedule.placement, schedule.num_microbatches, cap=old.peak_memory, edges=edges, seconds=seconds,
@@ -482,7 +483,7 @@ def find_faster_order(
 
 
 def predict_from_costs(by: str, costs: Costs, executor: Executor) -> Prediction:
-    """The simulated step of the executor's order; and its peaks, if ``costs.activation`` is given, in bytes."""
+    """The simulated step of the executor's order, with its memory peaks if ``costs.activation`` is given in bytes."""
     source = executor.source
     simulation = simulate(source.training(source.microbatches), costs, executor.edges)
     in_bytes = costs.activation != Costs.activation and any(simulation.peak_memory)

@@ -1,7 +1,7 @@
 """Load batches and copy them to their devices before they are requested.
 
 thread     ──▶ load 1 ─ load 2 ─ load 3 ─ …          at most ``depth`` batches ahead
-                     └▶ copy 1 ─ event               on a stream of its own
+                     └▶ copy 1 ─ event               on a separate stream
 caller     ── next() ─ step 0 ─ next() ─ step 1      next() makes the caller's stream wait for the event
 """
 
@@ -35,7 +35,7 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, source: Iterator[T], depth: int, lock: threading.Lock, device: torch.device | None) -> None:
         self._items: deque[Future[T]] = deque()
-        # Shared with the thread, which may not hold this object. SimpleQueue is reentrant, as finalizers need.
+        # Shared with the thread, which must not reference this object. Finalizers need the reentrant SimpleQueue.
         self._shared = SimpleNamespace(requests=SimpleQueue(), stopped=False)
         arguments = (source, self._shared, lock, device)
         thread = threading.Thread(target=_load, args=arguments, name="penstock loader", daemon=True)
@@ -50,7 +50,7 @@ class Prefetcher(Generic[T]):
         self._shared.requests.put(self._items[-1])
 
     def stop(self) -> None:
-        """Stop the thread after its present item; items that are ready can still be taken."""
+        """Stop the thread after its present item. Items that are ready can still be read."""
         _stop(self._shared)
 
     def __iter__(self) -> Iterator[T]:
@@ -58,7 +58,7 @@ class Prefetcher(Generic[T]):
 
     def __next__(self) -> T:
         if not self._items:
-            raise StopIteration  # again, as iterators do
+            raise StopIteration  # again, after the first time
         item = self._items.popleft().result()
         self._request()
         return item
@@ -79,7 +79,7 @@ def _load(source: Iterator[T], shared: SimpleNamespace, lock: threading.Lock, de
             except BaseException as error:
                 shared.stopped = True
                 future.set_exception(error)
-        del future  # and with it the item, or an error whose traceback refers to this frame
+        del future  # frees the item, or an error whose traceback refers to this frame
     _running.pop(threading.current_thread(), None)
 
 
@@ -102,7 +102,7 @@ def _stop_all() -> None:
 
 
 class BatchCopier:
-    """Copies batches to the GPUs of the first and last stage on separate streams; leaves those for the CPU."""
+    """Copies batches to the GPUs of the first and last stage on separate streams. No effect for stages on the CPU."""
 
     def __init__(self, inputs: torch.device | None, targets: torch.device | None, pin: bool) -> None:
         self.inputs = inputs if inputs is not None and inputs.type == "cuda" else None
@@ -116,14 +116,14 @@ class BatchCopier:
         }
 
     def send(self, batch: Any) -> CopiedBatch:
-        """Start the copies, in the loading thread; returns the batch and the events after them."""
+        """Start the copies, in the loading thread; return the batch and the events recorded after them."""
         if self.device is None:
             return batch, {}
         moved = copy_batch(batch, self.inputs, self.targets, self._copy)
         return moved, {device: stream.record_event() for device, stream in self._streams.items()}
 
     def receive(self, sent: CopiedBatch) -> Any:
-        """The batch, usable by work that the caller submits to its streams from now on."""
+        """The batch, for work that the caller submits to its streams afterwards."""
         batch, events = sent
         for device, event in events.items():
             torch.cuda.current_stream(device).wait_event(event)
@@ -138,7 +138,7 @@ class BatchCopier:
 
     def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
         stream = self._streams[device]
-        if tensor.is_cuda:  # made by the dataset on its own stream
+        if tensor.is_cuda:  # created by the dataset on its stream
             stream.wait_stream(torch.cuda.current_stream(tensor.device))
         elif self._pin:
             tensor = tensor.pin_memory()
@@ -152,7 +152,7 @@ def copy_batch(
     targets: torch.device | None,
     copy: Callable[[Tensor, torch.device], Tensor],
 ) -> Any:
-    """Copy the tensors of a batch: of a pair ``(inputs, targets)`` each part to its device, else all to one device."""
+    """Copy the tensors of a batch: a pair ``(inputs, targets)`` to the device of each, else all to one device."""
 
     def to(device: torch.device | None) -> Callable[[Any], Any]:
         return lambda leaf: copy(leaf, device) if isinstance(leaf, Tensor) and device is not None else leaf
@@ -165,7 +165,7 @@ def copy_batch(
 
 
 def map_leaves(change: Callable[[Any], Any], batch: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Apply ``change`` to every leaf of a pytree; also inside mappings that pytree treats as leaves."""
+    """Apply ``change`` to every leaf of a pytree, also in mappings that pytree treats as leaves."""
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, Mapping):

@@ -43,8 +43,8 @@ def progress(
 ) -> Iterator[T]:
     """Iterate over ``loader`` while rank 0 shows step, loss, samples per second and the measured bubble of ``pipe``.
 
-    On a terminal this is a bar, else a line every few seconds. With ``every``, a line is printed every so many steps in
-    both cases. ``total`` is the number of steps if ``len(loader)`` does not give it. A summary line is printed at the
+    On a terminal this is a bar, else a line every few seconds. With ``every``, a line is printed after each ``every``
+    steps in both cases. ``total`` is the number of steps if the loader has no length. A summary line is printed at the
     end. All ranks run the same loop; only rank 0 prints. The bubble is the average over the ranks.
     """
     if every is not None and every < 1:
@@ -70,7 +70,7 @@ def progress(
                 while not all(last for _, last in loop.others) and time.monotonic() < end:
                     time.sleep(0.002)
                     loop.read_others(now=True)
-        except GeneratorExit:  # left within a step, which counts if the pipeline has run one
+        except GeneratorExit:  # the loop ended by break: count its last step if the pipeline has run it
             if loop.pipe is not None and loop.pipe.step_totals.steps > loop.pipeline_steps:
                 loop.step()
             raise
@@ -82,10 +82,10 @@ def progress(
 
 
 class _Loop:
-    """The numbers of one loop. Speed and bubble leave out the first step, which is slower than the others.
+    """The statistics of one loop. Speed and bubble exclude the first step, which is slower than the others.
 
-    Ranks publish their bubbles in the store of the process group. No rank blocks, so that a rank may leave its loop, or
-    never begin it, without delaying the others.
+    Ranks publish their bubbles in the store of the process group. No rank blocks: a rank may end its loop, or never
+    begin it, without delaying the others.
     """
 
     def __init__(self, pipe: Pipeline | None, total: int | None, label: str) -> None:
@@ -138,17 +138,17 @@ class _Loop:
         return "  ".join(parts)
 
     def measured(self, pipe: Pipeline) -> tuple[StepTotals, float]:
-        """The pipeline's totals, and the time since which they count: without the first step, if there were more."""
+        """The pipeline's totals and their start time, without the first step if there were more."""
         totals = pipe.step_totals.since(self.after_first_step)
         if totals.steps:
             return totals, self.first_step_end
         return pipe.step_totals.since(self.at_start), self.start
 
     def publish(self, *, last: bool = False) -> None:
-        """Set this rank's bubble, at most once per interval; ``last`` at the end of its loop."""
+        """Publish this rank's bubble, at most once per interval; ``last`` at the end of its loop."""
         if self.store is not None and (last or self.exchange_is_due()):
             bubble = None if self.pipe is None else self.measured(self.pipe)[0].bubble
-            with suppress(RuntimeError):  # the store is gone, and with it every reader
+            with suppress(RuntimeError):  # the store and all readers may be gone
                 self.store.set(str(dist.get_rank()), json.dumps([bubble, last]))
 
     def read_others(self, *, now: bool = False) -> None:
@@ -167,14 +167,14 @@ class _Loop:
 
 
 class ProgressUI:
-    """Reports of a loop. ``live``: with a bar, whose text is visible."""
+    """The lines and the bar of a loop. ``live``: there is a bar."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress, self.live = progress, not progress.disable
         self.task: TaskID | None = None
 
     def begin(self, title: str, total: int | None) -> None:
-        """Start a bar of ``total`` steps; None: an unknown number."""
+        """Start a bar with ``total`` steps; None: an unknown number."""
         if self.task is not None:
             self.progress.remove_task(self.task)
         self.task = self.progress.add_task(title, total=total, text="")
@@ -187,7 +187,7 @@ class ProgressUI:
                 self.progress.update(self.task, text=text)
 
     def line(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -196,7 +196,7 @@ _live_bars = 0
 
 @contextmanager
 def progress_ui() -> Iterator[ProgressUI]:
-    """A bar where stdout is a terminal, but not within a loop that has one already; otherwise lines only."""
+    """A bar if stdout is a terminal and no other loop has one; otherwise only lines."""
     global _live_bars
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn

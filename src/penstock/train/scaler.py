@@ -1,4 +1,4 @@
-"""``ps.GradScaler``: a loss scale that is the same on all ranks; they all step, or none does."""
+"""``ps.GradScaler``: a loss scale that all ranks share. Either all ranks step, or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock._torch import foreach_unscale_
 from penstock.engine.replicas.dtensor import to_local
 from penstock.errors import PipelineError, PlanError
 
-_FINITE, _NOT_FINITE, _HALF = 0.0, 1.0, 2.0  # the state of a rank's gradients; the maximum over the ranks counts
+_FINITE, _NOT_FINITE, _HALF = 0.0, 1.0, 2.0  # the state of a rank's gradients; ranks use the maximum over all ranks
 _SMALLEST_SCALE = 2.0**-126  # whose inverse float32 can represent
 _STATE_NAMES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # torch's names
 
@@ -35,12 +35,12 @@ class GradScaler:
         result = pipe.step(x, y)         # gradients of scale * loss; result.loss is the loss itself
         scaler.unscale_(optimizer)       # if they are to be clipped
         pipe.clip_grad_norm_(1.0)
-        scaler.step(optimizer)           # on all ranks, or, where any of them found an inf or a nan, on none
+        scaler.step(optimizer)           # on all ranks, or on none if any of them found an inf or a nan
         scaler.update()
 
-    Every rank makes a scaler with the same arguments and the same calls; a rank without parameters passes None as its
-    optimizer. Gradients may be accumulated over several steps, since only ``update`` changes the scale. The scale does
-    not fall below ``min_scale``; without one, a scale that has become too small is an error.
+    Every rank creates a scaler with the same arguments and makes the same calls. A rank without parameters passes None
+    as its optimizer. Gradients may be accumulated over several steps, because only ``update`` changes the scale. The
+    scale does not fall below ``min_scale``. Without ``min_scale``, a scale that becomes too small is an error.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class GradScaler:
             )
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if any(parameter.grad.dtype is torch.float16 for parameter in parameters):
-            self._local_states[optimizer] = _HALF  # ``step`` raises the error on all ranks; no gradient is changed
+            self._local_states[optimizer] = _HALF  # ``step`` raises the error on all ranks
             return
         grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for parameter in parameters:
@@ -139,7 +139,7 @@ class GradScaler:
         if new_scale is not None:
             self._set_state({**self.state_dict(), "scale": float(new_scale)})
         else:
-            # ``step`` has exchanged its states; those of optimizers that were unscaled and not stepped are local.
+            # ``step`` has exchanged its states. States of optimizers that were unscaled but not stepped are local.
             found = self._pipe.max_over_ranks(max([-1.0, *self._global_states, *self._local_states.values()]))
             if found < _FINITE:
                 raise PipelineError("update() was called before step(): no gradients were checked since the last one")
@@ -182,7 +182,7 @@ class GradScaler:
     def _check_equal(self, name: str, number: float) -> None:
         largest, smallest = self._pipe.max_over_ranks(number), -self._pipe.max_over_ranks(-number)
         if largest != smallest:
-            raise PlanError(f"GradScaler's {name} is {smallest:g} to {largest:g} over the ranks: make it the same")
+            raise PlanError(f"GradScaler's {name} is {smallest:g} to {largest:g} over the ranks: pass the same on all")
 
     def _adjust_scale(self, found: float) -> None:
         """Update the scale after an iteration, rounded to float32 as in torch."""
@@ -190,7 +190,7 @@ class GradScaler:
             lower = max(_to_float32(self._scale * self._backoff_factor), _to_float32(self._min_scale or 0.0))
             if lower < _SMALLEST_SCALE:
                 raise PipelineError(
-                    f"gradients are not finite even at a scale of {self._scale:g}: look at the model and its data"
+                    f"gradients are not finite even at a scale of {self._scale:g}: check the model and its data"
                 )
             self._scale, self._growth_tracker = lower, 0
         elif self._growth_tracker + 1 < self._growth_interval:
@@ -209,12 +209,12 @@ def _invalid_state(state: Mapping[str, Any], least: float | None) -> str | None:
     missing = [name for name in _STATE_NAMES if name not in state]
     if missing:
         return (
-            f"a saved GradScaler has {', '.join(_STATE_NAMES)}, but not here: {', '.join(missing)}. "
-            "A disabled one saves nothing"
+            f"the state of a GradScaler has {', '.join(_STATE_NAMES)}, but this one lacks {', '.join(missing)}. A "
+            "disabled GradScaler saves nothing"
         )
     scale, growth, backoff, interval, _ = (float(state[name]) for name in _STATE_NAMES)
     if not _SMALLEST_SCALE <= _to_float32(scale) < math.inf:
-        return f"the scale must be a positive number that float32 holds, as it does its inverse, got {scale:g}"
+        return f"the scale must be a positive number, and float32 must hold it and its inverse, got {scale:g}"
     if least is not None and not 0 < least <= scale:
         return f"min_scale must be a positive number, and no more than the scale, {scale:g}; got {least:g}"
     if not (growth > 1 > backoff > 0 and interval >= 1):

@@ -1,4 +1,4 @@
-"""Parameters and state of a pipeline: what an optimizer, a checkpoint and a loss scaler use."""
+"""Parameters and state of a pipeline, for optimizers, checkpoints and loss scalers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FqnMap:
     """Maps the current name of a module, parameter, buffer or extra state to its fully qualified name in the model."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        """``model``: as it was before anything was wrapped; without one, names stay as they are."""
+        """``model`` is the model before its stages were wrapped. Without a model, names are not changed."""
         self.names: set[str] = set()
         if model is not None:
             self.names |= {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -39,20 +39,20 @@ class FqnMap:
 
 
 def share_buffers(source: nn.Module, target: nn.Module) -> None:
-    """Give the buffers of one module to another with submodules of the same names.
+    """Set the buffers of ``target`` to those of ``source``, by the names of their submodules.
 
-    A module's parameters stay the same objects when it is moved, its buffers do not.
+    When a module is moved, its parameters stay the same objects, but its buffers do not.
     """
-    theirs = dict(target.named_modules(remove_duplicate=False))
+    targets = dict(target.named_modules(remove_duplicate=False))
     for path, module in source.named_modules(remove_duplicate=False):
-        other = theirs.get(path)
+        other = targets.get(path)
         for name, buffer in module._buffers.items():
             if other is not None and other is not module and name in other._buffers:
                 other._buffers[name] = buffer
 
 
 class PipelineState:
-    """The parameters and buffers of a pipeline's stages: those of this process, and of the whole model."""
+    """The parameters and buffers of a pipeline's stages, in this process and of the whole model."""
 
     plan: Plan
     mesh: Mesh | None
@@ -63,7 +63,7 @@ class PipelineState:
     _loss_scale: float
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that live in this process, under the model's own names, each once."""
+        """The parameters of this process's stages, under the model's own names, each once."""
         seen: set[int] = set()
         for module in self._modules.values():
             for name, parameter in module.named_parameters():
@@ -72,10 +72,10 @@ class PipelineState:
                     yield self._fqn(name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that live in this process, each once.
+        """The parameters of this process's stages, each once.
 
         A rank of a mesh without parameters yields an empty placeholder, because torch's optimizers do not accept an
-        empty list, and the same lines should run on all ranks.
+        empty list and all ranks should run the same program.
         """
         own = [parameter for _, parameter in self.named_parameters()]
         if not own and self.mesh is not None:
@@ -84,7 +84,7 @@ class PipelineState:
 
     @property
     def stage_modules(self) -> Mapping[int, nn.Module]:
-        """The stages that live in this process, by index."""
+        """The stages of this process, by index."""
         return MappingProxyType(self._modules)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -95,8 +95,8 @@ class PipelineState:
     def move(self, device: torch.device | str | None = None) -> None:
         """Move the parameters and buffers of the stages to ``device``; without one, back to the stages' own devices.
 
-        They must be there for a step. The model's parameters are the stages', so it moves with them. Weights that live
-        on the host (``Offload(weights=True)``) stay there.
+        A step needs them on the stages' own devices. The model shares its parameters with the stages and moves with
+        them. Offloaded weights (``Offload(weights=True)``) stay on the host.
         """
         self._executor.check_idle()
         weights = self._executor.weights
@@ -108,14 +108,14 @@ class PipelineState:
             share_buffers(module, self._model)
 
     def align_ties(self) -> None:
-        """Copy tied parameters' values from the model's own to their copies on other devices.
+        """Copy the values of tied parameters from the model's parameters to their copies on other devices.
 
-        For an optimizer that has the model's parameters instead of the pipeline's: copies are not among those.
+        Use it with an optimizer of the model's parameters, which do not include these copies.
         """
         self._executor.ties.align()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip the gradients of the whole model by their norm over all ranks, and return that norm on all of them."""
+        """Clip the gradients of the whole model by their norm over all ranks; return the norm on all ranks."""
         total = self.grad_norm(norm_type)
         clip_grad_norm(self.parameters(), total, max_norm, norm_type, error_if_nonfinite)
         return total
@@ -142,9 +142,9 @@ class PipelineState:
         return {name: state[name] for name in names if name in state}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state dict of the plain model, or of a pipeline with any cuts; under a mesh, a rank takes its part.
+        """Load a state dict of the plain model, or of a pipeline with any cuts. Under a mesh, a rank loads its part.
 
-        A tied parameter may be there under one of its names only. DTensors take their shard of a plain tensor.
+        A tied parameter may be present under only one of its names. DTensors load their shard of a plain tensor.
         """
         state, fqn = dict(state), self._fqn
         for tie in self.plan.ties:
@@ -155,7 +155,7 @@ class PipelineState:
         if strict and (missing or unexpected):
             raise PlanError(
                 f"the state does not fit the model: missing {missing or 'nothing'}, unexpected "
-                f"{unexpected or 'nothing'}. Load with strict=False to take what fits"
+                f"{unexpected or 'nothing'}. Pass strict=False to load the entries that fit"
             )
         for module in self._modules.values():
             fitting = {}
@@ -183,7 +183,7 @@ class PipelineState:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the gradients of ``step``, but not of its loss: a ``GradScaler`` sets it on every rank."""
+        """The factor of the gradients of ``step``, but not of its loss. A ``GradScaler`` sets it on every rank."""
         return self._loss_scale
 
     @loss_scale.setter
@@ -194,10 +194,10 @@ class PipelineState:
 
     @property
     def steps(self) -> int:
-        """The number of training runs: of ``step``, ``forward``, and calls with gradients.
+        """The number of training runs: calls of ``step`` and ``forward``, and calls with gradients.
 
-        With ``seed=``, random numbers depend on it. It is not in ``state_dict()``, which has the model's own keys: save
-        it beside that, and set it on every rank when training is resumed.
+        With ``seed=``, random numbers depend on it. It is not in ``state_dict()``, which has only the model's keys:
+        save it separately, and set it on every rank when training is resumed.
         """
         return self._executor.num_runs["step"]
 
@@ -208,7 +208,7 @@ class PipelineState:
         self._executor.num_runs["step"] = steps
 
     def max_over_ranks(self, number: float) -> float:
-        """The maximum of a number over the ranks, on all of them. Every rank calls it."""
+        """The maximum of a number over all ranks, on every rank. Every rank calls it."""
         self._executor.check_idle()
         return self._executor.max_over_ranks(number)
 
@@ -230,24 +230,20 @@ def grad_norm(
 
     ``counted_here`` selects the parameters that this rank counts (a tied parameter counts once). ``reduce(x, largest)``
     returns the sum, or the maximum, of ``x`` over the ranks. Norms of sharded parameters are reduced over all processes
-    that hold shards. If ``device_of`` returns a device, the norm of a gradient is computed there, since sums on the
-    host round differently. ``reduce_plain`` runs first, on parameters that are not DTensors: it reduces over processes
-    that hold shards which torch does not know to be such.
+    that hold shards. If ``device_of`` returns a device, the norm of a gradient is computed there, because sums on the
+    host round differently. ``reduce_plain`` is applied first to the norm of parameters that are not DTensors: it
+    reduces over processes that hold parts of plain tensors.
     """
-    all_parameters = list(parameters)
-    parameters = [p for p in all_parameters if p.grad is not None]
-    norm_type = float(norm_type)
-    first = next(iter(parameters), None)
-    total_device = torch.device("cpu") if first is None or first.grad is None else device_of(first) or first.grad.device
+    parameters, norm_type = list(parameters), float(norm_type)
+    devices = (device_of(p) or p.grad.device for p in parameters if p.grad is not None)
+    total_device = next(devices, torch.device("cpu"))
     largest = math.isinf(norm_type)
-    counted = [p for p in all_parameters if counted_here(p)]
+    counted = [p for p in parameters if counted_here(p)]
     plain = _partial([p for p in counted if not is_dtensor(p)], norm_type, total_device, device_of)
     plain = reduce_plain(plain, largest)
     both = torch.stack([plain, *_over_shards([p for p in counted if is_dtensor(p)], norm_type, total_device)])
     total = reduce(both.max() if largest else both.sum(), largest)
-    if not largest:
-        total = total.pow(1 / norm_type)
-    return total
+    return total if largest else total.pow(1 / norm_type)
 
 
 def clip_grad_norm(

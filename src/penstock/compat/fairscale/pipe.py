@@ -124,7 +124,7 @@ class AsyncPipe(nn.Module):
                     mesh=ps.Mesh(data=1, pipe=len(ranks), tensor=1, group=ranks, device=device),
                     recompute=self.checkpoint,
                     batchnorm="deferred" if self._deferred else "microbatch",
-                    dynamic=True,  # ranks know nothing of each other's layers
+                    dynamic=True,  # a rank has only its own layers
                 )
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.training):
                 output: gpipe.TensorOrTensors = self.pipeline.forward(input)
@@ -134,7 +134,7 @@ class AsyncPipe(nn.Module):
         return output
 
     def back_helper(self, output: list[gpipe.TensorOrTensors]) -> None:
-        """Does nothing on ranks other than the last: their backward ran inside the call."""
+        """No effect on ranks other than the last: their backward ran inside the call."""
         if self.final_stage:
             raise ValueError("back_helper should only be called on non-final stages")
 

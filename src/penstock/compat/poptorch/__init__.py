@@ -1,8 +1,8 @@
 """PopTorch programs on Penstock: ``import penstock.compat.poptorch as poptorch``.
 
-IPU n is device n, modulo the number of CUDA devices, or the CPU. Models are called with
-``micro-batch × gradientAccumulation × deviceIterations × replicationFactor`` samples, and return what the output mode
-says, on the host. docs/migrating.md lists the differences.
+IPU n is device n, modulo the number of CUDA devices; without any, all stages are on the CPU. Models are called with
+``micro-batch × gradientAccumulation × deviceIterations × replicationFactor`` samples, and return the outputs that the
+output mode selects, on the host. docs/migrating.md lists the differences.
 """
 
 import logging
@@ -50,17 +50,17 @@ NameScope = nullcontext
 
 
 def serializedMatMul(lhs: Tensor, rhs: Tensor, mode: Any, factor: int = 0, keep_precision: bool = False) -> Tensor:
-    """The product of two matrices, in one piece."""
+    """The product of two matrices, without serialization."""
     return torch.matmul(lhs, rhs)
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
-    """True: there is always a device in place of an IPU."""
+    """True: a device always replaces the IPU."""
     return True
 
 
 def isRunningOnIpu() -> bool:
-    """False: code for IPUs only is not run."""
+    """False: code that needs an IPU must not run."""
     return False
 
 

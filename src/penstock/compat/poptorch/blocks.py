@@ -1,7 +1,4 @@
-"""Blocks of a model, strategies that group them into stages, and the plan that they make.
-
-IPU n is device n, modulo the number of CUDA devices; without any, all stages are on the CPU.
-"""
+"""Blocks of a model, strategies that group them into stages, and the resulting plan."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class Block(ps.Block):
         super().__init__(*_block(user_id, ipu_id))
 
     def start(user_id: Any = None, ipu_id: int | None = None) -> None:
-        """``Block.start("B1", ipu_id=0)``, or ``Block("B1", 0).start()``: it lasts until another block is entered."""
+        """``Block.start("B1", ipu_id=0)``, or ``Block("B1", 0).start()``: begin a block that the next one ends."""
         block = user_id if isinstance(user_id, Block) else Block(user_id, ipu_id)
         trace = hooks.recorder()
         if trace is not None:
@@ -62,7 +59,7 @@ class BlockFunction(ps.BlockFunction):
 
 
 def BeginBlock(layer_to_call: F, user_id: str | int | None = None, ipu_id: int | None = None) -> F:
-    """Begin the block ``user_id`` (1 is "1") at each call of a module or function. A module is returned as it is."""
+    """Begin the block ``user_id`` (1 is "1") at each call of a module or function. Returns a module itself."""
     if isinstance(layer_to_call, nn.Module) and hooks.begin_block_of(layer_to_call) is not None:
         raise Error("module has already been assigned to a block.")
     if not callable(layer_to_call):
@@ -96,7 +93,7 @@ class Stage:
 
 
 class Strategy:
-    """Stages, named or found by ``AutoStage``, and the schedule that runs them."""
+    """Stages, named or determined by ``AutoStage``, and their schedule."""
 
     schedule: str
 
@@ -127,7 +124,7 @@ class Strategy:
 
 
 class PipelinedExecution(Strategy):
-    """Micro-batches follow each other through the stages (1F1B).
+    """Stages run different micro-batches at the same time (1F1B).
 
     Takes ``Stage`` objects, names of blocks (each its own stage), lists of names, or an ``AutoStage``.
     """
@@ -155,7 +152,7 @@ def device_of_ipu(ipu: int) -> torch.device:
 
 
 def plan_stages(model: nn.Module, strategy: Strategy, call: Call) -> tuple[ps.Plan, list[int]]:
-    """The plan of a model that is called with these arguments, and the IPU of each stage.
+    """The plan of a model for calls with these arguments, and the IPU of each stage.
 
     A model without blocks is one stage. A block of the strategy that the model lacks, such as a loss, is skipped.
     """
@@ -186,7 +183,7 @@ def plan_stages(model: nn.Module, strategy: Strategy, call: Call) -> tuple[ps.Pl
 
 
 def _find_blocks(model: nn.Module, strategy: Strategy, call: Call) -> hooks.LayerChain | None:
-    """A model cut at its blocks; None if it has none, or cannot be traced and shows no sign of any."""
+    """A model cut at its blocks; None if it has none, or if it cannot be traced and mentions no marks."""
     try:
         chain = hooks.marked_chain(model, sample=call)
     except ps.PlanError as error:

@@ -38,9 +38,9 @@ def positive(name: str, value: int) -> int:
 
 # The micro-batches whose outputs a call returns. Default: Final in training, All in inference.
 OutputMode = IntEnum("OutputMode", "Final EveryN All Sum Default", start=0)
-# How blocks become stages where no stages are named: by their IPUs, or one stage per block.
+# The grouping of blocks into stages if no stages are named: by IPU, or one stage per block.
 AutoStage = IntEnum("AutoStage", "SameAsIpu AutoIncrement", start=0)
-# Load in the calling thread, or ahead in a thread; with AsyncRebatched, streams lose no samples to several workers.
+# Load in the calling thread, or ahead in another thread. AsyncRebatched keeps all samples of iterable datasets.
 DataLoaderMode = IntEnum("DataLoaderMode", "Sync Async AsyncRebatched", start=0)
 # The reduction of gradients over micro-batches and replicas.
 ReductionType = IntEnum("ReductionType", "Sum Mean NoReduction", start=0)

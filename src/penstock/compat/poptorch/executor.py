@@ -1,4 +1,4 @@
-"""``trainingModel`` and ``inferenceModel``: a PyTorch model, called as PopTorch's are, run by a pipeline.
+"""``trainingModel`` and ``inferenceModel``: a PyTorch model with PopTorch's interface, run by a pipeline.
 
 A call has ``deviceIterations × gradientAccumulation`` turns; in each, every replica has one micro-batch:
 
@@ -41,8 +41,8 @@ def trainingModel(
 ) -> PoplarExecutor:
     """Wrap a model for training: a call is forward, backward and update, ``deviceIterations`` times.
 
-    The model's forward computes the loss. The default optimizer is ``SGD(lr=0.01)``. Parameters are shared with the
-    model; the train or eval mode of its modules is the present one.
+    The model's forward computes the loss. The default optimizer is ``SGD(lr=0.01)``. The model and its wrapper share
+    parameters. The wrapper keeps the present train or eval mode of the modules.
     """
     return PoplarExecutor(model, options, training=True, optimizer=optimizer)
 
@@ -68,7 +68,7 @@ def load(filename: str, edit_opts_fn: Callable[[Options], Any] | None = None) ->
 
 
 class PoplarExecutor:
-    """A model that runs on a pipeline. Other attributes are the model's."""
+    """A model that runs on a pipeline. It forwards other attributes to the model."""
 
     def __init__(self, model: nn.Module, options: Options | None, training: bool, optimizer: Any = None) -> None:
         if isinstance(model, PoplarExecutor):
@@ -90,7 +90,7 @@ class PoplarExecutor:
         self._period = {OutputMode.Final: turns, OutputMode.EveryN: self.options.output_return_period}.get(mode, 1)
         if self._period > turns:
             raise Error(f"EveryN is every {self._period}th micro-batch, but a call has {turns}: shorten the period")
-        self._outputs: list[Any] = []  # of the micro-batches of this call; None where it is not returned
+        self._outputs: list[Any] = []  # of the micro-batches of this call; None if not returned
         self.model = model
         self._modes: dict[str, bool] = {path: module.training for path, module in model.named_modules()}
         self._pipe: ps.Pipeline | None = None
@@ -230,7 +230,7 @@ class PoplarExecutor:
         return self._pipe is not None
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Continue with another optimizer, or with changed settings. One of the same class keeps the state."""
+        """Continue with another optimizer or other settings. An optimizer of the same class takes over the state."""
         if not self._training:
             raise Error("setOptimizer needs a model made by poptorch.trainingModel")
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -245,7 +245,7 @@ class PoplarExecutor:
             self._attach_optimizer(self._pipe)
 
     def _attach_optimizer(self, pipe: ps.Pipeline) -> None:
-        """Scale the loss, and keep the optimizer's state where the options say."""
+        """Set up loss scaling, and offload the optimizer's state if the options select it."""
         optimizer, off_chip = self._optimizer, [self.options._off_chip(kind) for kind in ("weight", "optimizer")]
         if self._scaler is None and self.options.Training.automatic_loss_scaling:
             self._scaler = ps.GradScaler(pipe)
@@ -258,17 +258,17 @@ class PoplarExecutor:
                 if isinstance(value, Tensor) and value.dim():
                     state[name] = value.to(parameter.device)
         if any(off_chip):
-            wrapped = vars(optimizer).pop("step", None)  # by an LR scheduler that was created before
+            wrapped = vars(optimizer).pop("step", None)  # of an earlier LR scheduler
             pipe.offload_optimizer(optimizer)
             if wrapped is not None:
                 optimizer.step.__func__._wrapped_by_lr_sched = optimizer._opt_called = True
 
     def _module_modes(self) -> AbstractContextManager[None]:
-        """A context in which the modules have this executor's train and eval modes."""
+        """A context in which the modules are in the train or eval modes of this executor."""
         return hooks.with_training_modes([(self.model.get_submodule(path), mode) for path, mode in self._modes.items()])
 
     def train(self, mode: bool = True) -> Self:
-        """Run in training mode from now on; the model's own mode is not changed."""
+        """Run in training mode from now on. The mode of the model is not changed."""
         self._modes = dict.fromkeys(self._modes, mode)
         return self
 
@@ -285,7 +285,7 @@ class PoplarExecutor:
         self._move("cpu")
 
     def copyWeightsToDevice(self) -> None:
-        """Move parameters and buffers to the devices. Calls do it where needed."""
+        """Move parameters and buffers to the devices. Calls do it if needed."""
         self._move(None)
 
     copyNamedBuffersToDevice = copyWeightsToDevice
@@ -361,7 +361,7 @@ _REDUCTIONS: dict[str | int, str | int] = {0: "sum", 1: "mean", 2: "none"}
 
 def identity_loss(x: Tensor, reduction: str | int) -> Tensor:
     """``x`` reduced by ``"sum"``, ``"mean"`` or ``"none"``, marked as the loss to train by."""
-    if has_torch_function_unary(x):  # a trace records the call, so that the mark is set when the model runs
+    if has_torch_function_unary(x):  # a trace records this call, which sets the mark when the model runs
         return handle_torch_function(identity_loss, (x,), x, reduction)
     name = _REDUCTIONS.get(reduction, reduction)
     require(name in _REDUCTIONS.values(), f"Unsupported reduction type! 'sum', 'mean' or 'none', not {reduction!r}")
@@ -388,13 +388,13 @@ def find_loss(output: Any) -> Tensor:
 
 
 def _depends(loss: Tensor, other: Tensor) -> bool:
-    """Whether a loss was computed from another one, as where ``identity_loss`` is nested."""
+    """Whether a loss was computed from another one, as in nested calls of ``identity_loss``."""
     graph = loss is not other and loss.requires_grad and other.requires_grad
     return graph and torch.autograd.grad(loss.sum(), other, retain_graph=True, allow_unused=True)[0] is not None
 
 
 def recomputationCheckpoint(*tensors: Tensor) -> Any:
-    """Save these values instead of recomputing them, where the forward is recomputed (``penstock.keep``)."""
+    """Save these values instead of recomputing them, if the forward is recomputed (``penstock.keep``)."""
     kept = [ps.keep(tensor) for tensor in tensors]
     return kept[0] if len(kept) == 1 else tuple(kept)
 

@@ -1,4 +1,4 @@
-"""``DataLoader``, whose batches have the samples of a whole call, and loading ahead of the caller."""
+"""``DataLoader``, whose batches have the samples of one call of a model, and a thread that loads ahead."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["AsynchronousDataAccessor", "DataLoader"]
 class DataLoader(data.DataLoader[Any]):
     """A loader whose batches have ``combinedBatchSize`` samples: those of one call of a model with these options.
 
-    ``mode``: load when asked (``Sync``), or ahead in a thread. At most one worker per CPU is used; with
-    ``AsyncRebatched`` an ``IterableDataset`` has one, so that no other worker drops samples at its end.
+    ``mode``: load on request (``Sync``), or ahead in a thread. At most one worker per CPU is used; with
+    ``AsyncRebatched`` an ``IterableDataset`` has one worker, because each worker drops its incomplete last batch.
     With ``batch_size=None`` the dataset has whole batches of that size. ``async_options`` are those of
     ``AsynchronousDataAccessor``; ``rebatched_worker_size`` and ``auto_distributed_partitioning`` have no effect; other
     arguments are torch's. The options are frozen.
@@ -65,7 +65,7 @@ class DataLoader(data.DataLoader[Any]):
             drop_last = drop_last and batch_size is not None
             settings |= {"batch_size": self.combinedBatchSize, "shuffle": shuffle, "drop_last": drop_last}
         super().__init__(dataset, **settings)
-        # A proxy: of an iterator in a reference cycle, torch's workers are not told to end, and it waits 5 s for each.
+        # A proxy: torch does not stop the workers of an iterator in a reference cycle, and waits 5 s for each.
         source: Any = weakref.proxy(self)
         self._accessor = AsynchronousDataAccessor(source, **(async_options or {})) if ahead else None
 
@@ -114,7 +114,7 @@ class AsynchronousDataAccessor:
         if self._last is not None:
             self._last.stop()
             self._last = None
-        with self._lock:  # until the thread has loaded its batch
+        with self._lock:  # wait until the thread has loaded its batch
             pass
 
     def _start(self) -> hooks.Prefetcher[Any]:

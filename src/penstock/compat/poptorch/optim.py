@@ -21,7 +21,7 @@ _MOMENT_TYPES = " first_order_momentum_accum_type second_order_momentum_accum_ty
 
 
 class Optimizer:
-    """The base of PopTorch's optimizers: ``_added`` are the settings of PopTorch. Those that are None are not set."""
+    """The base of PopTorch's optimizers. ``_added`` are PopTorch's settings. A setting of None has no effect."""
 
     _added = ""
     _extras: list[str]
@@ -57,25 +57,21 @@ class Optimizer:
 
 
 class VariableAttributes(set[str]):
-    """``optimizer.variable_attrs``: the marks are kept. All settings may be changed by ``setOptimizer``."""
+    """``optimizer.variable_attrs``: stores the marks. ``setOptimizer`` may change all settings."""
 
     isConstant, markAsConstant, markAsVariable = set.__contains__, set.add, set.discard
 
 
 class SGD(Optimizer, torch.optim.SGD):
-    """``torch.optim.SGD`` with PopTorch's settings."""
-
     _added = "velocity_scaling use_combined_accum velocity_accum_type"
 
 
 class Adam(Optimizer, torch.optim.Adam):
-    """``torch.optim.Adam`` with PopTorch's settings."""
-
     _added = _MOMENT_TYPES
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
-    """``torch.optim.AdamW`` with PopTorch's settings. With ``bias_correction=False`` the moments are not corrected."""
+    """With ``bias_correction=False`` the moments are not corrected."""
 
     _added = "bias_correction" + _MOMENT_TYPES
 
@@ -94,8 +90,6 @@ class _UncorrectedState(defaultdict[Any, Any]):
 
 
 class RMSprop(Optimizer, torch.optim.RMSprop):
-    """``torch.optim.RMSprop`` with PopTorch's settings."""
-
     _added = "use_tf_variant" + _MOMENT_TYPES
 
 

@@ -153,7 +153,7 @@ class Group:
         return {**self.__dict__, "_is_frozen": False}  # a copy can be changed
 
     def toDict(self) -> dict[str, Any]:
-        """All values by name, those of groups in dicts of their own."""
+        """All values by name, with a nested dict for each group."""
         return {**self._values, **{name: group.toDict() for name, group in self._groups().items()}}
 
     def __repr__(self) -> str:
@@ -172,10 +172,10 @@ class Popart(Group):
 
 
 class Options(Group):
-    """The options of a model or a loader. Options that are in use cannot be changed: ``clone()`` them.
+    """The options of a model or a loader. Options in use cannot be changed: ``clone()`` them.
 
     - ``deviceIterations(n)``: the number of updates (in inference: micro-batches) per call;
-    - ``replicationFactor(n)``: replicas. They take turns on the devices; results are those of replicas;
+    - ``replicationFactor(n)``: replicas, which run one after the other on the devices, with the results of replicas;
     - ``outputMode(mode, output_return_period)``: the outputs that a call returns;
     - ``setExecutionStrategy(strategy)``: ``PipelinedExecution`` (by default with stages by the blocks' IPUs) or
       ``ShardedExecution``;

@@ -48,8 +48,8 @@ def forward_backward(
     """Run one mini-batch; return the output of ``fwd_fn`` for the last micro-batch, detached.
 
     ``inputs``, a tensor or a list of tensors, are this rank's own inputs, split along dimension 0. ``fwd_fn`` gets the
-    output of the rank before (the items of a tuple one by one) followed by this rank's inputs: as a list, or alone if
-    it is one value. On the last rank ``fwd_fn`` returns the loss. Gradients of micro-batches are summed, not averaged.
+    output of the previous rank (or the items of a tuple) and this rank's inputs: a list, or the value if there is only
+    one. On the last rank ``fwd_fn`` returns the loss. Gradients of micro-batches are summed, not averaged.
     ``bwd_fn(output, grad)`` runs the backward, with None for ``grad`` on the last rank. With an ``optimizer``,
     gradients are zeroed first.
 
@@ -75,13 +75,13 @@ def forward_backward(
     pipeline, stage = tpc.pipeline, tpc.stage
     with nullcontext() if forward_only else defer_reduction(num_microbatches), unwrap_local_errors():
         try:
-            pipeline.max_over_ranks(0.0)  # a rank that failed, or is gone, is reported here
+            pipeline.max_over_ranks(0.0)  # raises the error of a failed rank
             count = _agree_on_count(own, num_microbatches, not forward_only)
             rows = [[map_tensors(value, partial(_part, count, k)) for value in own] for k in range(count)]
             stage.begin(fwd_fn, bwd_fn, rows)
             (pipeline.evaluate if forward_only else pipeline.step)(torch.empty(count, 0) if stage.first else None)
             return stage.last_output
-        except ps.PlanError:  # nothing has begun
+        except ps.PlanError:  # raised before the step
             raise
         except BaseException:
             tpc.close_pipeline()  # the next call builds a new one
@@ -96,7 +96,7 @@ def forward_eval(fwd_fn: Forward, inputs: Any, dtype: torch.dtype = torch.bfloat
 
 
 def _agree_on_count(own: Sequence[Any], microbatches: int, training: bool) -> int:
-    """The number of micro-batches; raises the same error on all ranks if their mini-batches do not fit together."""
+    """The number of micro-batches. Raises the same error on all ranks if their mini-batches do not fit together."""
     leaves = [leaf for value in own for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor) and leaf.dim()]
     calls: list[Any] = [None] * tpc.get_group_size("pipe")
     dist.all_gather_object(calls, (training, microbatches, [len(leaf) for leaf in leaves]), tpc.get_group("pipe"))
@@ -134,7 +134,7 @@ class FunctionStage(nn.Module):
         fwd_fn, bwd_fn = self.functions
         leaves, spec = tree_flatten(() if self.first else value)
         value = tree_unflatten(leaves, spec)
-        if bwd_fn is not None and torch.is_grad_enabled():  # the function has a graph of its own
+        if bwd_fn is not None and torch.is_grad_enabled():  # the graph of the function is separate
             value = map_tensors(value, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad))
         inputs, _ = tree_flatten(value)
         values = [*(value if isinstance(value, (tuple, list)) else [value]), *self.rows[current.index]]
@@ -152,12 +152,12 @@ class FunctionStage(nn.Module):
         def run_backward(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
             if self.last:
                 bwd_fn(output, None)
-            elif any(grad is not None for grad in grads):  # with None this would look like the last rank
+            elif any(grad is not None for grad in grads):  # None is for the last rank
                 arrived = iter(grads)
                 bwd_fn(output, tree_unflatten([next(arrived) if _has_grad(leaf) else None for leaf in outputs], spec))
             return [x.grad for x in inputs if isinstance(x, Tensor)]
 
-        anchor = torch.empty(0, requires_grad=True)  # so that the results have a graph in any case
+        anchor = torch.empty(0, requires_grad=True)  # so that the results always have a graph
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         results = iter(_Exit.apply(run_backward, list(filter(_has_grad, outputs)), anchor, *tensors))  # type: ignore[no-untyped-call]
         return tree_unflatten([next(results) if _has_grad(leaf) else leaf for leaf in outputs], spec)
@@ -168,7 +168,7 @@ def _has_grad(leaf: Any) -> bool:
 
 
 class _Exit(torch.autograd.Function):
-    """The outputs of a stage, and a backward by ``bwd_fn`` through the stage's own graph."""
+    """The outputs of a stage, whose backward calls ``bwd_fn`` on the stage's separate graph."""
 
     @staticmethod
     def forward(ctx: Any, run_backward: Any, outputs: Sequence[Tensor], anchor: Tensor, *tensors: Tensor) -> Any:
@@ -200,7 +200,7 @@ class CallableModule(nn.Module):
 def flatten_model(
     model: nn.Module, layer_list: Iterable[str | nn.Module | Callable[..., Any]], return_list: bool = False
 ) -> nn.Sequential | list[nn.Module]:
-    """The layers of a model in the order in which they run, given by names, modules and functions.
+    """The layers of a model in the order in which they run: names, modules and functions.
 
     The name of an ``nn.Sequential`` or ``nn.ModuleList`` stands for its members.
     """
@@ -214,9 +214,9 @@ def flatten_model(
 
 
 def partition_uniform(flat_sequence: Any, extra_len: int = 0) -> Any:
-    """This rank's layers: equally many on each rank, the remainder on the last.
+    """This rank's layers: the same number on each rank, and the remainder on the last.
 
-    ``extra_len`` counts as further layers at the end, so that the last rank gets fewer of the others.
+    ``extra_len`` is a number of additional layers at the end, so that the last rank gets fewer layers.
     """
     size, rank = tpc.get_group_size("pipe"), tpc.get_group_rank("pipe")
     each = (len(flat_sequence) + extra_len) // size
@@ -287,7 +287,7 @@ class NaiveDDP(nn.Module):
         return self.module(*args, **kwargs)
 
     def reduce_gradients(self) -> None:
-        """Does nothing: gradients that are complete have been reduced already."""
+        """No effect: complete gradients were reduced already."""
 
     def after_backwards(self, count: int = 1) -> None:
         """Count backwards, and reduce the gradients when ``num_grad_acc_iter`` is reached."""
@@ -306,14 +306,14 @@ class NaiveDDP(nn.Module):
 
 @contextmanager
 def defer_reduction(microbatches: int) -> Iterator[None]:
-    """Let wrapped modules that are called in this context reduce their gradients once, at its end.
+    """A context at whose end the wrapped modules that were called in it reduce their gradients, once.
 
-    ``DistributedDataParallel`` reduces in the first backward after its last forward; in a pipeline, later backwards
+    ``DistributedDataParallel`` reduces in the first backward after its last forward. In a pipeline, later backwards
     add to the gradients.
     """
     called: list[Any] = []
 
-    def look(module: Any, args: Any) -> None:
+    def disable_sync(module: Any, args: Any) -> None:
         wrapper = isinstance(module, (DistributedDataParallel, NaiveDDP))
         if not wrapper or module in called or not torch.is_grad_enabled() or not module.require_backward_grad_sync:
             return
@@ -323,7 +323,7 @@ def defer_reduction(microbatches: int) -> Iterator[None]:
         called.append(module)
         module.require_backward_grad_sync = False
 
-    hook = register_module_forward_pre_hook(look)
+    hook = register_module_forward_pre_hook(disable_sync)
     try:
         yield
     finally:
@@ -341,15 +341,15 @@ def defer_reduction(microbatches: int) -> Iterator[None]:
 
 @torch.no_grad()
 def _reduce(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, mean: bool = True) -> None:
-    """Replace gradients by their mean or sum over a group; a parameter without a gradient anywhere keeps none."""
+    """Replace gradients by their mean or sum over a group. A parameter without a gradient on all ranks has none."""
     parameters = [p for p in parameters if p.requires_grad]
     if not parameters or group.size() == 1:
         return
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(used, dist.ReduceOp.MAX, group)
     buckets: dict[Any, list[Tensor]] = {}  # by device and dtype
-    for parameter, anywhere in zip(parameters, used.tolist(), strict=True):
-        if anywhere:
+    for parameter, has_grad in zip(parameters, used.tolist(), strict=True):
+        if has_grad:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = grad.to_dense() if grad.is_sparse else grad
             buckets.setdefault((grad.device, grad.dtype), []).append(parameter.grad)
@@ -367,8 +367,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their norm over all model ranks is at most ``max_norm``; return the norm before.
 
-    Every model rank calls it, with or without gradients. A parameter whose gradient is the same on all tensor ranks
-    counts once; of other parameters, each tensor rank is taken to have a part.
+    Every model rank calls it, with or without gradients. A parameter with the same gradient on all tensor ranks counts
+    once. Other parameters are assumed to be split over the tensor ranks.
     """
     own: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     shared = _shared_over_tensor_ranks(own) if _size("tensor") > 1 else set()
@@ -399,8 +399,8 @@ def _all_reduce(mode: str, total: Tensor, largest: bool) -> Tensor:
 def _shared_over_tensor_ranks(parameters: Sequence[Any]) -> set[int]:
     """The ids of parameters whose gradients are the same on all tensor ranks, up to rounding.
 
-    Gradients are compared by norm and a sum with non-repeating weights: parts of one parameter may have equal norms,
-    but hardly equal weighted sums.
+    Gradients are compared by their norm and by a sum with non-repeating weights: parts of one parameter may have equal
+    norms, but are unlikely to have equal weighted sums.
     """
     plain = [p for p in parameters if not isinstance(p, DTensor)]
     own = []
@@ -427,14 +427,14 @@ class NativeScalerPP(ps.GradScaler):
     """
 
     state_dict_key = "amp_scaler"
-    loss_scale = 1.0  # set by GradScaler, whose pipeline this is
+    loss_scale = 1.0  # set by GradScaler, which uses this object as its pipeline
 
     def __init__(self, **options: Any) -> None:
         """``options`` are those of ``penstock.GradScaler``. Every rank of the world creates one."""
         super().__init__(self, **options)
 
     def max_over_ranks(self, number: float) -> float:
-        """The largest number of all ranks; ``GradScaler`` calls it."""
+        """The maximum of a number over all ranks, for ``GradScaler``."""
         largest = torch.tensor(number, dtype=torch.float64, device=tpc.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return float(largest)
@@ -445,8 +445,8 @@ class NativeScalerPP(ps.GradScaler):
             self.scale(output).backward()
             return
         pairs = [(output, grad)] if isinstance(output, Tensor) else list(zip(output, grad, strict=True))
-        tensors = [tensor for tensor, its in pairs if its is not None]
-        torch.autograd.backward(tensors, [its for _, its in pairs if its is not None])
+        tensors = [tensor for tensor, gradient in pairs if gradient is not None]
+        torch.autograd.backward(tensors, [gradient for _, gradient in pairs if gradient is not None])
 
     def __call__(
         self,
@@ -457,9 +457,9 @@ class NativeScalerPP(ps.GradScaler):
         create_graph: bool = False,
         need_update: bool = True,
     ) -> Tensor | None:
-        """Step, and update the scale; return the gradients' norm if they are clipped.
+        """Step, and update the scale; return the norm of the gradients if they are clipped.
 
-        A loss with a graph is scaled and gets its backward first. Without ``need_update`` that is all.
+        First run the scaled backward of a loss with a graph. Without ``need_update``, do only this.
         """
         if isinstance(loss, Tensor) and loss.requires_grad:
             self.scale(loss).backward(create_graph=create_graph)

@@ -34,8 +34,8 @@ class ProcessTopology:
         self._ranks: dict[str, list[list[int]]] = {}
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._device: torch.device | None = None
-        self.pipeline: Any = None  # of this process's pipe group, created by forward_backward
-        self.stage: Any = None  # of this process
+        self.pipeline: Any = None  # the pipeline of this process's pipe group, created by forward_backward
+        self.stage: Any = None  # the stage of this process
 
     def setup_process_groups(self, config: Sequence[tuple[str, float]]) -> None:
         """Create the groups of ``[("data", 4), ("pipe", 2), ("tensor", 2)]``, with any dimensions in any order.
@@ -87,7 +87,6 @@ class ProcessTopology:
         return self._ranks[mode]
 
     def get_ranks_in_group(self, mode: str) -> list[int]:
-        """The global ranks of this process's group."""
         return dist.get_process_group_ranks(self.get_group(mode))
 
     def get_group_rank(self, mode: str) -> int:
@@ -113,7 +112,7 @@ class ProcessTopology:
         return self.get_ranks_in_group(mode)[(self.get_group_rank(mode) + 1) % self.get_group_size(mode)]
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
-        """The forms for one mode: ``get_pp_rank()``, ``is_first_in_pipeline_group()`` and so on."""
+        """The methods for one mode: ``get_pp_rank()``, ``is_first_in_pipeline_group()`` and so on."""
         modes = ("tp", "tensor", "tensor"), ("pp", "pipeline", "pipe"), ("dp", "data", "data"), ("mp", "model", "model")
         for short, long, mode in modes:
             forms: dict[str, Callable[[str], Any]] = {
@@ -128,7 +127,7 @@ class ProcessTopology:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process: the one that was set, or else its GPU if it was started for GPUs, or the CPU."""
+        """The device of this process: the device that was set, or that of ``ps.init``."""
         return ps.init() if self._device is None else self._device
 
     @device.setter
@@ -168,8 +167,8 @@ test_comm.__test__ = False  # type: ignore[attr-defined]  # not a pytest test
 def setup_distributed(backend: str = "nccl", port: int | None = None) -> tuple[int, int, str | None, str | None]:
     """Initialise the process group from SLURM's or torchrun's variables; return rank, world size, port and address.
 
-    ``"nccl"`` becomes gloo where there is not one GPU per process. ``port`` is for SLURM. With ``"gloo"`` stages run on
-    the CPU unless ``tpc.device`` is set.
+    ``"nccl"`` is replaced by gloo without one GPU per process. ``port`` is for SLURM. With ``"gloo"`` stages run on the
+    CPU unless ``tpc.device`` is set.
     """
     if port is not None and not dist.is_initialized():
         os.environ.setdefault("MASTER_PORT", str(port))
@@ -197,7 +196,7 @@ def fix_rand(rank: int = 0, seed: int = 1024) -> None:
 
 
 def get_mp_ckpt_suffix() -> str:
-    """The suffix of this rank's checkpoint file: ``_tp_0_pp_1.pth``, with the modes that exist."""
+    """The suffix of this rank's checkpoint file: ``_tp_0_pp_1.pth``, with the initialised modes."""
     modes = [("tp", "tensor"), ("pp", "pipe")]
     parts = [f"_{short}_{tpc.get_group_rank(mode)}" for short, mode in modes if tpc.is_mode_inited(mode)]
     return "".join(parts) + ".pth"

@@ -49,7 +49,7 @@ def _balance(
     device: Device | None,
     **options: Any,
 ) -> list[int]:
-    """Call ``function`` with arguments in either order; 0.0.2 always names the last one ``sample``."""
+    """Call ``function`` with arguments in either order. In 0.0.2 the last one is always named ``sample``."""
     old = bool(args) and isinstance(args[0], nn.Module)
     names = ("module", value, "partitions") if old else ("partitions", "module", value)
     named = {value if name == "sample" else name: argument for name, argument in kwargs.items()}

@@ -181,7 +181,7 @@ def check(input: TensorOrTensors) -> None:
 
 
 class Checkpoint(torch.autograd.Function):
-    """An identity. Programs count nodes of this name, one per recomputed micro-batch, in torchgpipe's graphs."""
+    """An identity. Programs count the nodes of this name in the graph, one per recomputed micro-batch."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -195,8 +195,8 @@ class Checkpoint(torch.autograd.Function):
 def _refuse_shared_globals(partitions: Iterable[nn.Module]) -> None:
     """Raise if a layer's forward sets a global variable that a layer of another partition reads.
 
-    Partitions work on several micro-batches at a time, so the value may belong to another one. A variable that a
-    forward reads before it sets it (a counter) is accepted.
+    Partitions run several micro-batches at a time, so the value may belong to another one. A variable that a forward
+    reads and sets (a counter) is accepted.
     """
     uses = []  # partition, layer, and the variables that it reads and sets
     for j, partition in enumerate(partitions):
@@ -276,7 +276,7 @@ class Skippable(nn.Module):
         return self.module(input)
 
     def dispatch(self, input: Any, handle_stash: Callable[[str, Any], Any], handle_pop: Callable[[str], Any]) -> Any:
-        """Run the layer with functions that store and retrieve tensors by name in place of the pipeline's."""
+        """Run the layer with the given functions that store and retrieve tensors by name."""
         output, reply = self.module(input), None
         try:
             while isinstance(output, Generator):
@@ -344,7 +344,7 @@ class DeferredBatchNorm(BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def forward(self, input: Tensor) -> Tensor:
-        # A pipeline that defers the update itself, or traces shapes, replaces the buffers by tensor subclasses.
+        # A pipeline that defers the update, or infers shapes, replaces the buffers by tensor subclasses.
         if not self.training or type(self.running_mean) is not Tensor:
             return super().forward(input)
         if self._statistics is None:

@@ -1,4 +1,4 @@
-"""``Profiler`` measures a model between its cut points; ``AutoConfig`` finds the fastest configuration with that."""
+"""``Profiler`` measures a model between its cut points; ``AutoConfig`` predicts the fastest configuration."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ COSTS = "costs.json"  # in the folder
 
 
 class Profiler:
-    """Measures a model with ``CutPoint``s, called as ``get_batch(size, device)`` says, and the links between ranks.
+    """Measures a model with ``CutPoint``s on batches of ``get_batch(size, device)``, and the links between ranks.
 
-    In a process group all ranks measure together, as they will share their machines later; the first rank's results,
-    with the slowest link, are written to ``out_folder``. With ``add_to_existing``, only sizes that are not there yet
-    are measured. ``gpus_per_node`` and ``from_cache`` have no effect.
+    In a process group all ranks measure at the same time, because they share their machines in training. The results
+    of the first rank, with the slowest link, are written to ``out_folder``. With ``add_to_existing``, only missing
+    sizes are measured. ``gpus_per_node`` and ``from_cache`` have no effect.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Profiler:
 
 
 class AutoConfig:
-    """Predicts a step of ``Varuna`` in every configuration, by the costs that ``Profiler`` left in ``profile_folder``.
+    """Predicts a step of ``Varuna`` in every configuration, from the costs of ``Profiler`` in ``profile_folder``.
 
-    The model is cut and scheduled as by ``Varuna``: equally many cut points per stage, 1F1B, all stages but the last
-    recomputed. Micro-batches have the measured sizes. ``gpu_memory_capacity`` is in bytes, or text such as ``"16GiB"``;
-    the default is that of this machine's GPU. ``gpus_per_vm`` and ``verbose`` have no effect.
+    The model is cut and scheduled as in ``Varuna``: the same number of cut points per stage, 1F1B, and recomputes of
+    all stages but the last. Micro-batches have the measured sizes. ``gpu_memory_capacity`` is in bytes, or text such as
+    ``"16GiB"``; the default is the memory of this machine's GPU. ``gpus_per_vm`` and ``verbose`` have no effect.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class AutoConfig:
         samples = -(-self.batch_size // data)
         count = -(-samples // costs.samples)
         segments = profiling.Segments(self.profile.at(-(-samples // count)))
-        n = segments.n  # stages have equally many layers, as Varuna makes them
+        n = segments.n  # as in Varuna, stages have the same number of layers
         crossing = [0.0, *(costs.bytes_between(range(cut), range(cut, n)) for cut in range(1, n))]
         cuts = tuple(accumulate(hooks.partition([1] * n, pipe, crossing=crossing)))
         ranks = profiling.Ranks((1.0,) * pipe, (inf,) * pipe, (1.0,) * pipe)

@@ -4,7 +4,7 @@
         --no_morphing train.py --epochs 3
 
 Every process runs ``train.py --rank=… --local_rank=… --stage_to_rank_map="0,2;1,3;" --batch-size=32 --chunk_size=4
---epochs 3``, where the batch size is that of a replica. A script that takes ``--batch_size`` gets that.
+--epochs 3``, with the batch size of a replica. A script with the option ``--batch_size`` gets that option.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
             parser.error(f"--env_file {args.env_file}: {line!r} is not NAME=VALUE")
         os.environ[name.strip()] = value.strip().strip("'\"")
     os.chdir(args.code_dir)
-    # Consecutive ranks form a pipeline: stage 1 has the ranks 1, p + 1, 2p + 1, …
+    # Consecutive ranks form a pipeline: stage 1 is on ranks 1, p + 1, 2p + 1, …
     stages = (",".join(str(d * args.nstages + s) for d in range(replicas)) for s in range(args.nstages))
     config = [f"{';'.join(stages)};", str(args.batch_size // replicas), str(args.chunk_size)]
     script = [args.training_script, *args.training_script_args, *(["--resume"] if args.resume else [])]

@@ -27,7 +27,7 @@ __all__ = ["Varuna", "get_this_rank_config_varuna", "get_varuna_config"]
 
 
 def parse_stage_to_rank_map(stage_to_rank_map: str) -> dict[int, list[int]]:
-    """The ranks of each stage in order: equally many for each, and each rank once."""
+    """The ranks of each stage in order: the same number for each stage, and each rank once."""
     try:
         stages = stage_to_rank_map.strip().rstrip(";").split(";")
         rows = [[int(rank) for rank in stage.split(",")] for stage in stages]
@@ -74,7 +74,7 @@ def check_model(model: Any, fp16: bool) -> None:
 
 
 def device_of(device: int | str | torch.device, local_rank: int = -1) -> torch.device | str:
-    """A number is that of a GPU, or the CPU where there are no GPUs."""
+    """The device of a number: the GPU with this number, or the CPU without GPUs."""
     if not isinstance(device, int):
         return device
     if not torch.cuda.is_available():
@@ -84,12 +84,11 @@ def device_of(device: int | str | torch.device, local_rank: int = -1) -> torch.d
 
 
 class Varuna(nn.Module):
-    """Trains a model that computes its loss, cut at some of its ``CutPoint``s, as ``stage_to_rank_map`` says.
+    """Trains a model that computes its loss, cut at some of its ``CutPoint``s, on the ranks of ``stage_to_rank_map``.
 
-    The third argument says how the model is called: a dict of keyword arguments (``dry_run_input``), or a function
-    ``get_batch_fn(size, device)`` that returns one. ``batch_size`` is that of a mini-batch over all replicas,
-    ``chunk_size`` that of a micro-batch. This module's parameters are those of this rank's stage, under the model's
-    names.
+    The third argument is a sample call of the model: a dict of keyword arguments (``dry_run_input``), or a function
+    ``get_batch_fn(size, device)`` that returns one. ``batch_size`` is the size of a mini-batch over all replicas, and
+    ``chunk_size`` that of a micro-batch. This module has the parameters of this rank's stage, under the model's names.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class Varuna(nn.Module):
         self.partitioned_model = self.pipeline.stage_modules[self.stage]
         self.optimizer: Optimizer | None = None
         self._scaler: ps.GradScaler | None = None
-        # The scaler unscales all gradients of this rank, whatever parameters the program's optimizer has.
+        # The scaler unscales all gradients of this rank, also of parameters that are not in the program's optimizer.
         own = list(self.pipeline.parameters())
         self._all_parameters = SGD(own, lr=0.0) if own else None
 
@@ -180,8 +179,8 @@ class Varuna(nn.Module):
         """Forward and backward of a mini-batch; return the loss, whether gradients overflowed, and their norm.
 
         The results are the same on all ranks. ``inputs`` are this replica's part of the mini-batch, the same on all of
-        its ranks; a tensor of one sample goes to every micro-batch. Gradients are accumulated; where they overflow they
-        are dropped, and the norm is nan.
+        its ranks. Every micro-batch gets a tensor of one sample. Gradients are accumulated. If they overflow, they are
+        dropped, and the norm is nan.
         """
         value, scaler = _arguments(inputs), self._scaler
         overflow = False
@@ -317,7 +316,7 @@ class Varuna(nn.Module):
             self._scaler.load_state_dict(common["scaler"])
 
     def _optimizer_state(self) -> tuple[Optimizer, dict[str, Any], list[tuple[int, str]]]:
-        """The optimizer, its ``state_dict``, and the numbers of its parameters there with the names in checkpoints."""
+        """The optimizer, its ``state_dict``, and the index and the name in checkpoints of its parameters."""
         if self.optimizer is None:
             raise ps.PlanError("a checkpoint has the optimizer's state: call set_optimizer(optimizer) before")
         names = {id(parameter): self._saved_as.get(name) for name, parameter in self.pipeline.named_parameters()}
@@ -326,11 +325,11 @@ class Varuna(nn.Module):
         return self.optimizer, self.optimizer.state_dict(), numbered
 
     def _on_all_ranks(self, work: Callable[[], Any], purpose: str) -> Any:
-        """The result of ``work``; where it fails on any rank, raise an error on all."""
+        """The result of ``work``. If it fails on any rank, raise an error on all ranks."""
         try:
             result = work()
         except Exception:
-            with suppress(ps.PipelineError):  # of another rank, which has raised its error before
+            with suppress(ps.PipelineError):  # the error of another rank, which failed before
                 self.pipeline.max_over_ranks(1.0)
             raise
         if self.pipeline.max_over_ranks(0.0):
@@ -360,7 +359,7 @@ class Varuna(nn.Module):
 
 
 def _arguments(inputs: Any) -> dict[str, Any]:
-    """The model's keyword arguments; tensors of one sample among larger ones go to every micro-batch."""
+    """The model's keyword arguments. Every micro-batch gets the tensors of one sample, if others are larger."""
     if not isinstance(inputs, Mapping):
         raise ps.PlanError(f"inputs must be a dict of the model's keyword arguments, got {type(inputs).__name__}")
     leaves, spec = hooks.tree_flatten(dict(inputs))
@@ -371,7 +370,7 @@ def _arguments(inputs: Any) -> dict[str, Any]:
 
 
 def _saved_names(plan: ps.Plan) -> tuple[dict[str, str], dict[str, int]]:
-    """The name under which each tensor is saved, one for all of its names, and the first cut that has it."""
+    """The name under which each tensor is saved (the first of its names), and the first cut that contains it."""
     chain = plan.require_chain()
     saved_as: dict[str, str] = {}
     cut_of: dict[str, int] = {}
@@ -394,7 +393,7 @@ def _load(file: Path) -> Any:
 
 
 def _save(value: Any, file: Path) -> None:
-    """Save tensors as on the host, NumPy numbers as Python's: the latter would not be loaded with ``weights_only``."""
+    """Save tensors from the host, and NumPy numbers as Python numbers, which ``weights_only`` requires."""
     leaves, spec = hooks.tree_flatten(value)
     tensors = [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     plain = [leaf.item() if type(leaf).__module__ == "numpy" else leaf for leaf in tensors]

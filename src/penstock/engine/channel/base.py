@@ -3,9 +3,8 @@
 A channel carries the messages of one edge of the stage graph in one direction: outputs along the edge, or gradients
 against it. A program binds the operations of each (channel, micro-batch) pair once, as ``ChannelOps``.
 
-Process groups are made directly from torch's backends. ``torch.distributed.new_group`` needs every rank of the world to
-take part, or names a group after its members, so that a second pipeline over the same ranks would find the keys of the
-first one in the store.
+Process groups are created directly from torch's backends. ``torch.distributed.new_group`` is collective over the world,
+or names a group after its members: a second pipeline over the same ranks would read the first one's keys in the store.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from penstock._torch import gloo_options
 from penstock.engine.failure.sockets import PipelineSockets
 from penstock.engine.message import TensorMeta
 
-# A new NCCL group reads these, and leaves failures to the watch, which makes all ranks raise the cause. By default a
-# group whose peer is gone waits a minute for a dump, and then ends its process.
+# Read by new NCCL groups: they leave failures to the watch, which makes all ranks raise the cause. By default, a group
+# whose peer is gone waits a minute for a dump, and then ends its process.
 _NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
 
 Group = Any  # a backend: ProcessGroupGloo or ProcessGroupNCCL
 
 
 class ChannelOps(NamedTuple):
-    """The operations that carry the message of one micro-batch, bound once and called in every step.
+    """The operations of a channel for one micro-batch, bound once and called in every step.
 
-    ``wait_recv`` is separate from ``get`` so that the failure watch sees a rank wait, and not compute.
+    ``wait_recv`` is separate from ``get``, so that the failure watch distinguishes waiting from computing.
     """
 
     send: Callable[[Any], None]
@@ -45,7 +44,7 @@ class ChannelOps(NamedTuple):
     get: Callable[[], Any]
     post_recv: Callable[[], None] | None = None  # between processes: post the receive ahead
     wait_send: Callable[[], None] | None = None  # between processes: wait until the send is complete
-    wait_taken: Callable[[], None] | None = None  # lockstep channels: wait until the receiver is ready for more
+    wait_taken: Callable[[], None] | None = None  # lockstep channels: wait until the receiver is ready again
 
 
 class Channel(Protocol):
@@ -54,31 +53,31 @@ class Channel(Protocol):
     def ops(self, microbatch: int) -> ChannelOps: ...
 
     def close(self) -> None:
-        """Drop the messages that are in flight."""
+        """Drop the messages in flight."""
 
 
 def bind_ops(channel: Any, microbatch: int) -> ChannelOps:
-    """Bind the methods of a channel between processes, which take the micro-batch, to one micro-batch."""
+    """Bind the methods of a channel between processes to one micro-batch."""
     methods = (channel.send, channel.wait_recv, channel.get, channel.post_recv, channel.wait_send)
     return ChannelOps(*(partial(method, microbatch) for method in methods))
 
 
 @dataclass(slots=True)
 class WaitTimer:
-    """Seconds that one rank has waited for others, from which the measured bubble of a step follows.
+    """Seconds that one rank has waited for others, to measure the bubble of a step.
 
-    The clock is read only around blocking waits. On a GPU the host runs ahead and blocks nowhere, so that the timer
-    says nothing there.
+    The clock is read only around blocking waits. On a GPU the host runs ahead and does not block, so the time is
+    meaningless there.
     """
 
     seconds: float = 0.0
-    busy: float = 0.0  # duration of the rank's last program without the waiting in it
-    work: Any = None  # the send or receive that the rank waits for now
+    busy: float = 0.0  # duration of the rank's last program without its waits
+    work: Any = None  # the send or receive that the rank is waiting for
 
     def wait(self, work: Any) -> None:
         """Wait for a send or receive. Raises ``RuntimeError`` if its connection breaks, or the watch aborts it."""
         self.work = work
-        del work  # an error keeps this frame alive, and a connection is closed with the last reference to it
+        del work  # an error keeps this frame alive, and a connection closes with the last reference to it
         start = perf_counter()
         try:
             if self.work.wait() is False:
@@ -89,7 +88,7 @@ class WaitTimer:
 
 
 class ChannelError(Exception):
-    """A connection to ``peer`` broke; None where the group has several other members, and one of them is gone."""
+    """A connection to ``peer`` broke. None stands for an unknown member of a larger group."""
 
     def __init__(self, peer: int | None, cause: str) -> None:
         super().__init__(f"the channel with {'other replicas' if peer is None else f'rank {peer}'} broke: {cause}")
@@ -97,9 +96,9 @@ class ChannelError(Exception):
 
 
 class Endpoint:
-    """This rank's end of a process group of two, in which tensors go in one direction and in order.
+    """This rank's end of a process group of two ranks, which carries tensors in one direction and in order.
 
-    Several channels may share an endpoint: those of all edges between the same two ranks.
+    The channels of all edges between the same two ranks share it.
     """
 
     def __init__(self, group: Group, peer: int, device: torch.device, wait_timer: WaitTimer | None = None) -> None:
@@ -113,7 +112,7 @@ class Endpoint:
         self.buffer_device = torch.device("cpu") if self.staged else device
 
     def connect(self, sender: bool) -> None:
-        """Connect to the peer. NCCL would otherwise connect at the first message, and block whoever posts a receive."""
+        """Connect to the peer. NCCL would otherwise connect at the first message, and block a rank that receives."""
         if self.group.name() == "nccl":
             token = torch.zeros(1, device=self.device)
             work = (self.group.send if sender else self.group.recv)([token], self.peer_in_group, 0)
@@ -121,7 +120,7 @@ class Endpoint:
             torch.cuda.synchronize(self.device)
 
     def send(self, tensors: Sequence[Tensor], tag: int = 0) -> list[Any]:
-        """Start sending. The returned works, with their tensors, must be kept until ``wait`` has returned.
+        """Start sending. Keep the returned works, which include their tensors, until ``wait`` has returned.
 
         Messages with different tags may be received in any order. NCCL has no tags.
         """
@@ -131,13 +130,13 @@ class Endpoint:
             for tensor in tensors:
                 if self.staged:
                     tensor = tensor.cpu()
-                elif tensor.device.type != self.device.type:  # small tensors that the stage had on the host
+                elif tensor.device.type != self.device.type:  # a small tensor that the stage created on the host
                     tensor = tensor.to(self.device)
                 tensor = to_contiguous(tensor)
                 if tensor.numel():
                     works.append((send([tensor], peer, tag), tensor))
         except RuntimeError as error:
-            # The error keeps this frame alive, and a connection is closed with the last reference to it.
+            # The error keeps this frame alive, and a connection closes with the last reference to it.
             works, send = [], None
             raise ChannelError(self.peer, str(error)) from None
         return works
@@ -172,11 +171,11 @@ class Endpoint:
         return [tensor for _, tensor in works]
 
     def buffer_factories(self, metas: Sequence[TensorMeta]) -> list[Callable[[], Tensor]]:
-        """Functions that allocate the receive buffers for tensors like ``metas``."""
+        """Functions that allocate the receive buffers for these tensors."""
         made: list[Callable[[], Tensor]] = []
         for meta in metas:
             strides = tuple(math.prod(meta.shape[i + 1 :]) for i in range(len(meta.shape)))
-            # At half the cost of torch.empty.
+            # In half the time of torch.empty.
             made.append(partial(torch.empty_strided, meta.shape, strides, dtype=meta.dtype, device=self.buffer_device))
         return made
 
@@ -195,14 +194,14 @@ def to_contiguous(tensor: Tensor) -> Tensor:
 
 
 def uses_nccl(device: torch.device) -> bool:
-    """Whether ranks on such a device communicate by NCCL: GPUs, if the default group has an NCCL backend."""
+    """Whether ranks on this device communicate by NCCL: on GPUs, if the default group has an NCCL backend."""
     return device.type == "cuda" and dist.is_nccl_available() and "nccl" in dist.get_backend()
 
 
 def open_group(sockets: PipelineSockets, name: str, ranks: Sequence[int], rank: int, device: torch.device) -> Group:
-    """Connect the group of ``ranks``, of which this process is ``rank``: over NCCL if ``device`` uses it, else gloo.
+    """Create a group of ``ranks``, in which this process is ``rank``: of NCCL if ``device`` uses it, else of gloo.
 
-    All gloo groups use the device of ``sockets``, and so share its one thread. By default each group has its own.
+    All gloo groups share the gloo device of ``sockets`` and its thread. By default each group has its own.
     """
     store = PrefixStore(name, sockets.store)
     index = list(ranks).index(rank)

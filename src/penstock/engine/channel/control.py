@@ -1,10 +1,10 @@
 """Control messages between the ranks of a pipeline: small objects and rows of numbers, apart from a step's tensors.
 
-Each message begins with a row of numbers of fixed length, which says in which call of the pipeline its sender is. A
-rank in another call raises an error instead of taking one message for another.
+Each message begins with a row of numbers of fixed length, which names the sender's call of the pipeline. A rank in
+another call raises an error instead of misreading the message.
 
-Objects are pickled, and unpickled without running code that a message names: of known types alone, whose modules this
-process has imported itself. Tensors and arrays are encoded by torch and NumPy, and loaded without pickles.
+Objects are pickled. A message cannot run code when it is unpickled: only known types of imported modules are accepted.
+Tensors and arrays are encoded by torch and NumPy, and loaded without pickles.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ _KNOWN = (
 
 
 def _is_known(value: Any) -> bool:
-    """Whether a message may name this: creating an object of such a type runs no code but the type's own."""
+    """Whether a message may contain this type: creating an object of the type runs only the type's own code."""
     if isinstance(value, type) and (
         issubclass(value, Enum)
         or is_dataclass(value)
@@ -137,7 +137,7 @@ def _is_known(value: Any) -> bool:
 
 @dataclass
 class ControlChannel:
-    """Sends to one rank of the pipeline, or gathers from all."""
+    """Sends objects to one rank of the pipeline, or gathers them from all ranks."""
 
     group: Group
     ranks: Sequence[int]  # ranks[r] is the world rank of the pipeline's rank r
@@ -148,7 +148,7 @@ class ControlChannel:
 
     @contextmanager
     def in_call(self, call: int) -> Iterator[None]:
-        """While this rank is in another call than a step."""
+        """A context for a call of the pipeline other than a step."""
         before, self.call = self.call, call
         try:
             yield
@@ -156,7 +156,7 @@ class ControlChannel:
             self.call = before
 
     def send_row(self, rank: int, row: Sequence[float], kind: int | None = None) -> None:
-        """Start sending numbers; ``wait_sends`` waits for completion. ``kind`` is the length of the row by default."""
+        """Start sending numbers; ``wait_sends`` waits for them. ``kind`` is by default the length of the row."""
         numbers = [self.call, len(row) if kind is None else kind, *row, *[0.0] * (_MAX_ROW - len(row))]
         self._send_tensor(rank, torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
@@ -188,7 +188,7 @@ class ControlChannel:
         sending, self._sending = self._sending, []
         for rank, work, _ in sending:
             try:
-                with self.status.waiting([self.ranks[rank]], "until its messages are taken by"):
+                with self.status.waiting([self.ranks[rank]], "until its messages are received by"):
                     self.wait_timer.wait(work)
             except RuntimeError as error:
                 sending.clear()

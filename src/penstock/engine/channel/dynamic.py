@@ -1,13 +1,13 @@
-"""Channels between two processes whose messages describe themselves, for shapes that cannot be inferred.
+"""Channels between two processes whose messages have headers, for shapes that cannot be inferred.
 
-    header    ▪ ▪ ▪ ▪      rows of fixed size, whose receives are posted ahead as the program says
+    header    ▪ ▪ ▪ ▪      rows of fixed size; the program posts their receives ahead
     rest          ▪        the remainder of a header that is longer than a row
-    tensors     ━ ━━ ━     received into buffers that are allocated when the header has been read
+    tensors     ━ ━━ ━     received into buffers that are allocated after the header was read
 
 Each of the three has its own tag, and the messages of a tag keep the sender's order. Headers are sent over gloo even
-where tensors are sent over NCCL. A rank reads the headers that have arrived whenever it sends or posts a receive, so
-that tensors are received while it computes. It waits for headers at the latest in ``wait_recv``. Only then is the
-sender's send sure to complete, which ``lower`` takes into account.
+if tensors are sent over NCCL. Whenever a rank sends or posts a receive, it reads the headers that have arrived, so that
+tensors are received while it computes. ``wait_recv`` waits for the remaining headers. Before that, the sender's send
+may be incomplete, which ``lower`` takes into account.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _PendingHeader(NamedTuple):
 
 @dataclass
 class DynamicEndpoint:
-    """One end of a connection. The channels of several edges share it and its headers, in the sender's order."""
+    """One end of a connection. The channels of several edges share it, with headers in the sender's order."""
 
     tensors: Endpoint
     headers: Endpoint
@@ -75,9 +75,9 @@ class DynamicEndpoint:
         channel.pending[microbatch] = (channel.meta, self.tensors.recv(channel.buffers))
 
     def send(self, tensors: Sequence[Tensor], header: bytes | None) -> list[Any]:
-        """Start sending a message; None as its header repeats the last header of the edge.
+        """Start sending a message. Without a ``header``, the last header of the edge is repeated.
 
-        The tensors go first: a receive that NCCL has started must not depend on anything this rank has yet to do.
+        The tensors are sent first: a receive that NCCL has started must not depend on later work of this rank.
         """
         works = self.tensors.send(tensors)
         if header is None:
@@ -91,7 +91,7 @@ class DynamicEndpoint:
 
 
 def read_arrived_headers(endpoints: Iterable[DynamicEndpoint]) -> None:
-    """Read the headers whose first byte has arrived; the read waits for the rest of the row."""
+    """Read the headers whose first byte has arrived. Waits for the rest of their rows."""
     for endpoint in endpoints:
         while endpoint.pending and endpoint.pending[0].row[0]:
             endpoint.read_header()
@@ -101,7 +101,7 @@ class DynamicForwardChannel:
     """One edge in one direction: outputs to a later stage."""
 
     def __init__(self, endpoint: DynamicEndpoint, name: str, endpoints: Collection[DynamicEndpoint]) -> None:
-        """``endpoints`` are all that the program uses."""
+        """``endpoints`` are all endpoints of the program."""
         self.endpoint, self.endpoints = endpoint, endpoints
         self.name = name
         self.meta: MessageMeta | None = None  # of the last message
@@ -146,9 +146,9 @@ class DynamicForwardChannel:
         self.endpoint.pending.clear()
 
     def _header(self, message: Message, orders: list[tuple[int, ...] | None]) -> bytes | None:
-        """The header of a message; None if it is that of the last message."""
+        """The header of a message; None if it equals the header of the last message."""
         last = self.meta
-        # A message without structure has tensors alone; other values may be equal and differ, as 0.0 and -0.0.
+        # A message without structure consists of tensors. Other values may be equal but distinct, as 0.0 and -0.0.
         if last is not None and message.spec is None and last.matches(message):
             described = (last.shared, [tensor.order for tensor in last.tensors()])
             if described == (tuple(message.shared), orders):
@@ -161,7 +161,7 @@ class DynamicForwardChannel:
             raise PlanError(f"{self.name} gave {meta}, which cannot be sent to another process: {error}") from error
         if header == self.header:
             return None
-        # A mutable object is sent every time.
+        # Mutable objects are sent with each message.
         immutable = all(type(leaf) in (TensorMeta, *PLAIN_TYPES) for leaf in meta.leaves)
         self.meta, self.header = (meta, header) if immutable else (None, b"")
         return header

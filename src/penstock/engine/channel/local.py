@@ -64,7 +64,7 @@ class LocalChannel:
 
 
 class LockstepChannel(LocalChannel):
-    """A channel whose sender waits while more than ``room`` messages have no receiver that is ready for them."""
+    """A channel whose sender waits until the receiver has requested all but ``room`` of its messages."""
 
     def __init__(self, *args: Any, sender_wait_timer: WaitTimer, room: int) -> None:
         super().__init__(*args)
@@ -91,7 +91,7 @@ class LockstepChannel(LocalChannel):
 
 
 def _timed_get(queue: SimpleQueue[Any], wait_timer: WaitTimer) -> Any:
-    """The next item of a queue; the time is taken only if it has to be waited for."""
+    """The next item of a queue. The time is measured only if the queue is empty."""
     if not queue.empty():
         return queue.get()
     start = perf_counter()
@@ -101,11 +101,11 @@ def _timed_get(queue: SimpleQueue[Any], wait_timer: WaitTimer) -> Any:
 
 
 class _DeviceCopier:
-    """Copies messages between devices, on streams of their own.
+    """Copies messages between devices, on separate streams.
 
-    source stream   ──made──●                         the copy waits until the value is made,
-    copy streams            └──copy──●                and compute on the other side until it has landed
-    target stream   ───────────────  └──used──
+    source stream   ─compute─●                        the copy waits for the value,
+    copy streams             └──copy──●               and the target's compute stream waits for the copy
+    target stream   ────────────────  └─compute─
     """
 
     def __init__(self, src: torch.device, dst: torch.device) -> None:
@@ -130,7 +130,7 @@ class _DeviceCopier:
             return tensor.to(self.dst, non_blocking=True)
 
     def wait_copies(self, message: Any) -> None:
-        """Make compute on the target device wait for the copies of this message, and keep its memory until then."""
+        """Make the target's compute stream wait for the copies of this message, and keep their memory until then."""
         if self.dst.type != "cuda":
             return
         compute = torch.cuda.current_stream(self.dst)

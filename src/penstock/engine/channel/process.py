@@ -1,7 +1,7 @@
 """Channels between two processes whose messages have known shapes.
 
-Both ends know the format of a message before it is sent, so only the tensors' data is sent. Most messages are one
-tensor. These take a short path (``InFlight``) without lists and without Python calls between the program and torch.
+Both ends know the metadata of a message in advance, so only the data of its tensors is sent. Most messages are one
+tensor. These take a fast path (``InFlight``) without lists and without Python calls between the program and torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.errors import PlanError
 
 
 class InFlight:
-    """The single tensor of one micro-batch: held until its send is complete, or until it is received and taken."""
+    """The single tensor of one micro-batch: kept until its send is complete, or until the stage reads it."""
 
     def __init__(self, endpoint: Endpoint, meta: TensorMeta) -> None:
         self.endpoint, self.wait_timer = endpoint, endpoint.wait_timer
@@ -53,7 +53,7 @@ class InFlight:
         if not tensor.is_contiguous() or tensor.is_neg() or (self.is_complex and tensor.is_conj()):
             tensor = to_contiguous(tensor)
         endpoint = self.endpoint
-        if self.on_gpu and not tensor.is_cuda:  # a small tensor that the stage had on the host
+        if self.on_gpu and not tensor.is_cuda:  # a small tensor that the stage created on the host
             tensor = tensor.to(endpoint.device)
         try:
             self.work = endpoint.group.send([tensor], endpoint.peer_in_group, 0)
@@ -87,7 +87,7 @@ class InFlightGradient(InFlight):
 
     def send(self, payload: Grads) -> None:
         (tensor,) = payload
-        if tensor is None:  # expected, but the loss did not depend on it this time
+        if tensor is None:  # expected, but the loss did not depend on it in this micro-batch
             tensor = torch.zeros(self.shape, dtype=self.dtype, device=self.endpoint.device)
         self.send_tensor(tensor)
 
@@ -97,7 +97,7 @@ class InFlightGradient(InFlight):
 
 
 class ProcessChannel:
-    """One edge in one direction. ``tensors`` are the formats of each micro-batch's tensors."""
+    """One edge in one direction. ``tensors`` has the metadata of the tensors of each micro-batch."""
 
     def __init__(self, endpoint: Endpoint, tensors: Sequence[Sequence[TensorMeta]]) -> None:
         self.endpoint = endpoint
@@ -105,7 +105,7 @@ class ProcessChannel:
         self.buffers = [endpoint.buffer_factories(row) for row in tensors]
         self.pending: dict[int, list[Any]] = {}  # works with their tensors
         self.received: dict[int, list[Tensor]] = {}
-        # The micro-batches whose messages have one tensor; a subclass adds those that are this tensor and nothing else.
+        # Micro-batches with one tensor. A subclass adds those whose message is only this tensor to ``in_flight``.
         single = [k for k, row in enumerate(tensors) if len(row) == 1 and 0 not in row[0].shape]
         self.single = [] if endpoint.staged else single
         self.in_flight: dict[int, InFlightOutput | InFlightGradient] = {}
@@ -160,7 +160,7 @@ class ForwardChannel(ProcessChannel):
 
 
 class BackwardChannel(ProcessChannel):
-    """Gradients to an earlier stage; ``present`` says which of the wanted gradients exist, per micro-batch."""
+    """Gradients to an earlier stage. ``present`` marks the wanted gradients that exist, per micro-batch."""
 
     def __init__(self, endpoint: Endpoint, metas: Sequence[MessageMeta], present: Sequence[Sequence[bool]]) -> None:
         tensors: list[list[TensorMeta]] = [
@@ -179,7 +179,7 @@ class BackwardChannel(ProcessChannel):
             grads = [grad for grad, exists in zip(grads, self.present[microbatch], strict=True) if exists]
         tensors: list[Tensor] = []
         for grad, meta in zip(grads, metas, strict=True):
-            if grad is None:  # expected, but the loss did not depend on it this time
+            if grad is None:  # expected, but the loss did not depend on it in this micro-batch
                 grad = torch.zeros(meta.shape, dtype=meta.dtype, device=self.endpoint.device)
             tensors.append(grad)
         self.pending[microbatch] = self.endpoint.send(tensors)
@@ -190,7 +190,7 @@ class BackwardChannel(ProcessChannel):
 
 
 def _raise_mismatch(message: Message, meta: MessageMeta, name: str) -> NoReturn:
-    """Raise the error that says how a message differs from what the other end expects."""
+    """Raise an error for a message that differs from the metadata that the other end expects."""
     found = meta_of(message)
     if found.wants != meta.wants and str(found) == str(meta):
         raise PlanError(

@@ -1,10 +1,10 @@
-"""The first failure of a pipeline, which becomes the same error on every rank.
+"""The first failure of a pipeline, which all ranks raise as the same error.
 
     rank 2 fails    publishes the cause in the store, closes its channels, raises
-    ranks 1, 3      their channels with rank 2 break: they read the cause, close their channels, raise the same
+    ranks 1, 3      their channels with rank 2 break: they read the cause, close their channels, raise the same error
     all ranks       the watch of each rank reads the cause, and shuts down the connections that its rank waits for
 
-A killed process publishes nothing. The watch of the rank before it, whose connection to it breaks, does so instead.
+A killed process publishes no cause. The watch of the previous rank does it when its connection to the process breaks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from penstock.engine.failure.sockets import (
 )
 from penstock.errors import PipelineError, text_of
 
-CAUSE_WAIT = 4.0  # seconds to wait for a published cause when a channel broke
-PUBLISH_SECONDS = 10.0  # for the store to take the error of a rank that fails
+CAUSE_WAIT = 4.0  # seconds to wait for a published cause after a channel broke
+PUBLISH_SECONDS = 10.0  # timeout of the store for the error of a rank that fails
 RANK_CLOSED = "it has closed its pipeline, or ended without an exception,"
 
 
@@ -56,30 +56,30 @@ class Cause:
 
 
 class FailureStore:
-    """The keys of the store that hold the first cause, and which ranks have closed the pipeline."""
+    """The keys of the store for the first cause, and for the ranks that have closed the pipeline."""
 
     def __init__(self, store: Store, ranks: Sequence[int], rank: int) -> None:
-        """``ranks`` are the world ranks of the mesh, and ``rank`` is that of this process."""
+        """``ranks`` are the world ranks of the mesh, and ``rank`` is the world rank of this process."""
         self.store, self.ranks, self.rank = PrefixStore("failure", store), ranks, rank
         self.known_since: float | None = None  # when this rank first knew a cause
 
     def report(self, error: BaseException, *place: Any, prefix: str = "") -> Cause:
-        """Publish an error of this rank; ``place`` are stage, micro-batch and action, where it has them.
+        """Publish an error of this rank. ``place`` are its stage, micro-batch and action, if known.
 
-        A silent store does not keep this rank from raising it for long.
+        A store that does not answer delays the error by at most ``PUBLISH_SECONDS``.
         """
         limit_store_silence(self.store, PUBLISH_SECONDS)
         text = "".join(traceback.format_exception(error))
         return self.publish(Cause(self.rank, f"{prefix}{type(error).__name__}", text_of(error), text, *place))
 
     def wait_for_cause(self, peer: int | None = None) -> Cause | None:
-        """Wait up to four seconds for the cause of a broken channel: one with ``peer``, if that is known."""
+        """Wait up to ``CAUSE_WAIT`` seconds for the cause of a broken channel. ``peer`` is its other rank, if known."""
         peers = [rank for rank in self.ranks if rank != self.rank] if peer is None else [peer]
         end = time.monotonic() + CAUSE_WAIT
         try:
             while time.monotonic() < end:
-                closed = [rank for rank in peers if self.have_closed(rank)]
-                found = self.read()  # after asking who has closed: a rank that fails publishes before it closes
+                closed = [rank for rank in peers if self.all_closed(rank)]
+                found = self.read()  # read after ``closed``: a rank that fails publishes its cause before it closes
                 if found is not None:
                     return found
                 if closed:
@@ -89,16 +89,16 @@ class FailureStore:
             return store_unreachable(self.store, error)
         return None
 
-    def have_closed(self, *ranks: int) -> bool:
+    def all_closed(self, *ranks: int) -> bool:
         closed: bool = self.store.check([f"closed/{rank}" for rank in ranks])
         return closed
 
     def publish_closed(self, calls: int) -> None:
-        """Publish that this rank has closed the pipeline, or that its program has ended, after so many calls."""
+        """Publish that this rank has closed the pipeline, or that its program has ended, after ``calls`` calls."""
         self.store.set(f"closed/{self.rank}", str(calls))
 
     def left_early(self, rank: int) -> Cause:
-        """The cause to report when ``rank``, which has closed the pipeline, is needed."""
+        """The cause to report if other ranks need ``rank``, which has closed the pipeline."""
         calls = read_value(self.store, f"closed/{rank}", int)
         return Cause(rank, "", f"{RANK_CLOSED} after {calls} calls of it, while others still use it")
 
@@ -110,13 +110,13 @@ class FailureStore:
         return found
 
     def publish(self, cause: Cause) -> Cause:
-        """Publish a cause if none is published yet; return the published one."""
+        """Publish a cause unless one is published already; return the published cause."""
         self.known_since = self.known_since or time.monotonic()
         try:
             text = json.dumps(asdict(cause))
             self.store.compare_set("cause", "", text)
             found = self.read()
-            if found is None:  # a value that no rank has written
+            if found is None:  # the store has a value that is not from a rank
                 self.store.set("cause", text)
             return found or cause
         except RuntimeError as error:

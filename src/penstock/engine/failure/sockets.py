@@ -1,27 +1,27 @@
 """The sockets of a process: those of one pipeline, which another thread can shut down, and those of other groups.
 
-Waits for the store and for collectives of gloo cannot be aborted. But they fail when their connections are shut down.
-So a pipeline has its own gloo device, which listens on its own port, and its own connection to the store. All of its
+Waits for the store and for collectives of gloo cannot be aborted. But they fail if their connections are shut down. So
+a pipeline has its own gloo device, which listens on its own port, and its own connection to the store. All of its
 sockets are identified by their addresses:
 
     this process                      peer
-    listens on 127.0.0.1:4001  ◀────  any port             the local address is our device's
-    any port                   ────▶  listens on :4002     the remote address is a peer's device's
-    any port                   ────▶  the store            identified when the connection was made
+    listens on 127.0.0.1:4001  ◀────  any port             local address: this pipeline's gloo device
+    any port                   ────▶  listens on :4002     remote address: a peer's gloo device
+    any port                   ────▶  the store            identified when the connection was created
 
-Stages may use process groups of their own, for tensor parallelism or replicas. If one rank of such a group fails
-outside of a collective, the others wait for it in the collective. So each rank that learns of a failure publishes the
-addresses of its foreign connections, and a rank that still waits shuts down those that lead to such a rank:
+Stages may use other process groups, for tensor parallelism or replicas. If one rank of such a group fails outside of a
+collective, the others wait for it in the collective. So each rank that reads the cause of a failure publishes the
+addresses of its foreign connections, and a rank that still waits shuts down its ends of these connections:
 
     rank 0, waits          10.0.0.1:4711 ──▶ 10.0.0.2:5001
     rank 1, has stopped    10.0.0.2:5001 ◀── 10.0.0.1:4711      publishes this pair of addresses
 
-Foreign NCCL groups are aborted. The liveness ring notices at once that a process is gone. Each process listens on a
-port on which it never accepts. The rank before it on the ring connects there, and the operating systems keep that
-connection until the listening process is gone or closes the port:
+Foreign NCCL groups are aborted. The liveness ring detects at once that a process has ended. Each process listens on a
+port on which it never accepts. The previous rank on the ring connects to it, and the operating systems keep that
+connection until the listening process ends or closes the port:
 
-    rank 0 ──▶ rank 1 ──▶ rank 2 ──▶ rank 0          a killed process breaks the connection to it; one that is busy,
-                                                     stopped or swapped out does not
+    rank 0 ──▶ rank 1 ──▶ rank 2 ──▶ rank 0          the connection to a killed process breaks; the connection to a
+                                                     busy, stopped or swapped-out process does not
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ logger = logging.getLogger("penstock")
 T = TypeVar("T")
 Address = tuple[str, int]
 CONNECT_TIMEOUT = timedelta(seconds=30)  # for another connection to a store that has just answered
-ABORT_SECONDS = 10.0  # for NCCL to abort a group, before it is left alone
+ABORT_SECONDS = 10.0  # to wait for NCCL's abort of a group
 _creation_lock = threading.Lock()  # held while new sockets are identified
 
 
 class StoreClient:
-    """A connection to the store that is used by one thread only, with its socket if the store is a TCPStore.
+    """A connection to the store for one thread, with its socket if the store is a TCPStore.
 
-    Connections are kept for the next pipeline. Making one may take seconds: torch looks up the name of its peer by DNS,
-    and if a query is lost, as happens when many ranks connect at once, the resolver waits for its timeout of 5 s.
+    Connections are kept for the next pipeline. A new one may take seconds: torch resolves the name of its peer by DNS.
+    If a query is lost, which happens when many ranks connect at once, the resolver waits for its timeout of 5 s.
     """
 
     def __init__(self, store: Any) -> None:
         self._pid, self._server = os.getpid(), None
-        # A store that is gone is not waited for: a pipeline asks the store for something before it connects again.
+        # Do not wait long for a store that is gone: the caller has just had an answer on another connection.
         timeout = store.timeout
         store.set_timeout(min(timeout, CONNECT_TIMEOUT))
         try:
@@ -84,16 +84,16 @@ class StoreClient:
 
     @classmethod
     def open(cls, store: Any, prefix: str) -> StoreClient:
-        """A connection that was kept, or a new one."""
+        """Reuse a connection that was kept, or create one."""
         client = (_idle_clients.get(store) or [cls(store)]).pop()
         client._server, client.store = store, PrefixStore(prefix, client.connection)
         return client if client._pid == os.getpid() and not client.gone else cls.open(store, prefix)
 
     @property
     def gone(self) -> bool:
-        """Whether the store's process is gone. To be asked while no request is pending.
+        """Whether the store's process is gone. Read it only while no request is pending.
 
-        It is asked before each use: a store that notices by itself logs long stack traces.
+        Callers check it before each use, because a request to a store that is gone logs long stack traces.
         """
         return self.store is None or (self._sock is not None and is_broken(self._sock))
 
@@ -131,7 +131,7 @@ class PipelineSockets:
         return local == self.address or remote in self.peer_addresses
 
     def shut_down(self) -> None:
-        """Make everything fail that waits for these connections, now or later."""
+        """Make all present and later waits for these connections fail."""
         for sock, local, remote in _sockets():
             if remote is not None and self.owns(local, remote):
                 _shut_down(sock)
@@ -156,7 +156,7 @@ def _gloo_device() -> tuple[Any, Address]:
 
 
 def abort_nccl(groups: Sequence[Any]) -> None:
-    """Abort NCCL groups, all at once: freeing one's memory waits for the device, and so for kernels of the others."""
+    """Abort NCCL groups concurrently: each abort waits for the device, and so for kernels of the other groups."""
     threads = [threading.Thread(target=group.abort, name="penstock abort", daemon=True) for group in groups]
     for thread in threads:
         thread.start()
@@ -168,7 +168,7 @@ def abort_nccl(groups: Sequence[Any]) -> None:
 
 
 def read_value(store: Any, key: str, schema: Any) -> Any:
-    """A JSON value of another rank; None if it is not of the schema. Whoever reaches the store can write to it."""
+    """A JSON value of another rank; None if it does not match the schema. Any process can write to the store."""
     try:
         data = parse_json(store.get(key), key)
         check_schema(data, schema, key)
@@ -184,7 +184,7 @@ _reported_keys: set[str] = set()
 
 
 def read_record(store: Any, key: str, kind: type[T]) -> T | None:
-    """A dataclass that another rank has published as JSON; None if there is none, or it is invalid."""
+    """A dataclass that another rank has published as JSON; None if it is missing or invalid."""
     if not store.check([key]):
         return None
     schema = {name: _schema(hint) for name, hint in get_type_hints(kind).items()}
@@ -207,7 +207,7 @@ def _from_json(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Without control characters, which a terminal would obey."""
+    """Replace control characters, which a terminal would interpret."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -227,7 +227,7 @@ def publish_foreign_connections(store: Any, rank: int) -> None:
 
 
 def abort_foreign_groups(store: Any, ranks: Iterable[int]) -> None:
-    """Shut down the foreign connections to those of ``ranks`` that have published theirs; abort such NCCL groups."""
+    """Shut down foreign connections to the ``ranks`` that have published theirs, and abort NCCL groups with them."""
     published = [rank for rank in ranks if store.check([f"connections/{rank}"])]
     pairs: set[tuple[Address, Address]] = set()  # local and remote
     for rank in published:
@@ -256,9 +256,9 @@ _process_ports: WeakKeyDictionary[Any, socket.socket] = WeakKeyDictionary()  # b
 
 
 def publish_process(store: Any, rank: int) -> None:
-    """Publish a port that is open while this process lives: see ``RankProcess``."""
+    """Publish a port that is open until this process ends: see ``RankProcess``."""
     port = _process_ports.get(store)
-    if port is None or port.fileno() < 0:  # it is closed in a fork
+    if port is None or port.fileno() < 0:  # closed in a fork
         _, (host, _) = _gloo_device()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         port = _process_ports[store] = socket.create_server((host, 0), family=family, backlog=4096)
@@ -267,7 +267,7 @@ def publish_process(store: Any, rank: int) -> None:
 
 
 def close_process_ports() -> None:
-    """Let the others know at once that this program ends."""
+    """Break the liveness connections to this process, so that other ranks detect its end at once."""
     for port in list(_process_ports.values()):
         port.close()
 
@@ -277,7 +277,7 @@ os.register_at_fork(after_in_child=close_process_ports)
 
 
 class RankProcess:
-    """The process of another rank, which keeps a port open while it lives. ``store`` is that of the process group."""
+    """The process of another rank, which keeps a port open until it ends. ``store`` is that of the process group."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self.rank = rank
@@ -286,12 +286,12 @@ class RankProcess:
         self._reachable = True
 
     def ended(self) -> bool:
-        """Whether the process has published its port, and is gone since."""
+        """Whether the process has published its port and has ended since."""
         if self._connection is None and self._reachable and self._store.check([self._key]):
             machine, host, port = read_value(self._store, self._key, (str, str, int)) or ("", "", 0)
-            here = machine == socket.gethostname()
+            same_machine = machine == socket.gethostname()  # needed for a loopback address
             try:
-                if port and (here or not ipaddress.ip_address(host).is_loopback):  # else it would mean this machine
+                if port and (same_machine or not ipaddress.ip_address(host).is_loopback):
                     self._connection = connect_liveness((host, port))
             except ConnectionRefusedError:
                 return True
@@ -314,7 +314,7 @@ def connect_liveness(address: Address) -> socket.socket:
     if sock is None:
         sock = _connections[address] = socket.create_connection(address, timeout=2.0)
         sock.setblocking(False)
-        # A machine that is switched off closes nothing: keepalive notices it within a minute.
+        # A machine that is switched off closes no connection: keepalive detects it within a minute.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6)):
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -335,7 +335,7 @@ def is_broken(sock: socket.socket) -> bool:
 
 
 def _new_sockets(make: Callable[[], T]) -> tuple[T, set[tuple[Address, Address | None]]]:
-    """Call ``make``; return its result, and the addresses of the sockets that this process has since."""
+    """Call ``make``; return its result, and the addresses of the sockets that it has created."""
     with _creation_lock:
         before = {(local, remote) for _, local, remote in _sockets()}
         made = make()
@@ -343,25 +343,25 @@ def _new_sockets(make: Callable[[], T]) -> tuple[T, set[tuple[Address, Address |
 
 
 def _sockets() -> Iterator[tuple[socket.socket, Address, Address | None]]:
-    """The TCP sockets of this process with their addresses, as duplicates, which cannot be reused meanwhile."""
+    """The TCP sockets of this process with their addresses, as duplicates, which no other thread can close."""
     for name in os.listdir("/dev/fd"):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue  # closing the duplicate of a file would release the locks on it
+                continue  # closing the duplicate of a file would release the file's locks
             duplicate = socket.socket(fileno=os.dup(int(name)))
         except OSError:
-            continue  # closed since
+            continue  # closed by another thread
         with duplicate as sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                 remote: Address | None = None
-                with contextlib.suppress(OSError):  # it is not connected
+                with contextlib.suppress(OSError):  # not connected
                     remote = sock.getpeername()[:2]
                 if remote or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # else not connected yet
                     yield sock, sock.getsockname()[:2], remote
 
 
 def _store_port(store: Any) -> int | None:
-    """The port of the store; only a TCPStore has one."""
+    """The port of a TCPStore; None for another store."""
     return getattr(_without_prefixes(store), "port", None)
 
 
@@ -375,9 +375,9 @@ def _without_prefixes(store: Any) -> Any:
 
 
 def limit_store_silence(store: Any, seconds: float | None) -> None:
-    """From now on, a request on any connection of this process fails if the store is silent for so long; None: never.
+    """Set the timeout of requests to the store, on all present connections of this process; None: no timeout.
 
-    Torch waits for keys with ``poll``, to which this limit does not apply.
+    Torch waits for keys with ``poll``, to which this timeout does not apply.
     """
     limit = struct.pack("ll", 0, 0) if seconds is None else struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     for sock in _store_sockets(store):
@@ -385,7 +385,7 @@ def limit_store_silence(store: Any, seconds: float | None) -> None:
 
 
 def disconnect_store(store: Any) -> None:
-    """After a request that failed for silence: its late answer must not be taken for that of another one."""
+    """After a request that timed out: its late answer must not be read as the answer of another request."""
     for sock in _store_sockets(store):
         _shut_down(sock)
 

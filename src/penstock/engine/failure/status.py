@@ -1,9 +1,9 @@
 """Status of each rank, heartbeats that exchange it, and the detection of hangs.
 
-The main thread only sets attributes of its ``RankStatus``, and the runner its position in the program: no clock is read
-there. The thread of the watch takes snapshots. Two snapshots with equal keys mean that the rank has not moved in
+The main thread only sets attributes of its ``RankStatus``, and the runner its position in the program: neither reads a
+clock. The thread of the watch takes snapshots. Two snapshots with equal keys mean that the rank has made no progress in
 between. Each rank sends its snapshot as a heartbeat about once a second. A rank that waits for long follows the
-snapshots of the others to the rank that everyone waits for:
+snapshots of the others to the rank at the end of the chain of waits:
 
     rank 3 waits for 3RECV_F1 from rank 2, which waits for 2RECV_F1 from rank 1, which has been in 1F1 for 31 s
 """
@@ -31,7 +31,7 @@ from penstock.engine.failure.cause import Cause
 from penstock.engine.failure.sockets import read_record
 from penstock.schedule.lower import Instruction
 
-TIMEOUT = "timed out"  # a kind of cause that no exception type can have
+TIMEOUT = "timed out"  # a kind of cause that is not the name of an exception
 
 _TORCH = f"{Path(torch.__file__).parent.resolve()}{os.sep}"
 _COLLECTIVES = f"{_TORCH}distributed{os.sep}"
@@ -50,11 +50,11 @@ class ProgramPosition:
 
     @property
     def current(self) -> Instruction | None:
-        """The instruction that is running, or that failed."""
+        """The running instruction, or the instruction that failed."""
         return self.instructions[self.at] if self.at >= 0 else None
 
 
-# The phases of a call outside of the program: what a rank receives in it, and what it does in it by itself.
+# The phases of a call outside of the program: the description of a rank's waits, and of its own work, in the phase.
 BUILD = ("its pipeline", "building its pipeline")
 NEXT_BATCH = ("the next mini-batch", "preparing a mini-batch")
 REDUCE_GRADS = ("sums of gradients", "summing gradients")
@@ -64,25 +64,25 @@ EXCHANGE = ("values", "exchanging values")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The status of a rank at one time, as it is sent to the others."""
+    """The status of a rank at one time, as sent to the others."""
 
     kind: str  # "waits", "works", or "idle": in no call of the pipeline
     what: str = ""
-    ranks: tuple[int, ...] = ()  # that it waits for
-    place: tuple[int, int, str] | None = None  # stage, micro-batch and action that it works on
-    age: float = 0.0  # seconds since it last changed
-    beat: int = 0  # grows while the rank's process lives
-    silent: float = 0.0  # seconds since ``beat`` last grew
-    line: str = ""  # of Python; this and the stack are filled in once the rank has not moved for long
+    ranks: tuple[int, ...] = ()  # ranks that it waits for
+    place: tuple[int, int, str] | None = None  # stage, micro-batch and action of its work
+    age: float = 0.0  # seconds since its last progress
+    beat: int = 0  # the number of the heartbeat
+    silent: float = 0.0  # seconds since the last heartbeat, if it is overdue
+    line: str = ""  # the main thread's line of Python; set, like the stack, if the rank makes no progress for long
     stack: str = ""
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for others, as far as is known: a silent rank may have stopped."""
+        """Whether the rank waits for others. Unknown, and therefore False, without recent heartbeats."""
         return self.kind == "waits" and not self.silent
 
     def __str__(self) -> str:
-        """A sentence without its subject, the rank."""
+        """A sentence whose subject, the rank, is left out."""
         place = f" (at {self.line})" if self.line else ""
         if self.silent:
             last = {"waits": f"last waited {self.what} {_format_ranks(self.ranks)}", "works": f"was last {self.what}"}
@@ -104,7 +104,7 @@ class RankStatus:
         self.phase = BUILD
         self.runner: ProgramPosition | None = None
         self.stage_ranks: Sequence[int] = ()  # world rank of each stage
-        self.call_depth = 0  # of nested calls of the pipeline
+        self.call_depth = 0  # nested calls of the pipeline
         self.num_calls = 0
         self._num_waits = 0
         self._waiting: tuple[str, tuple[int, ...]] | None = None
@@ -117,7 +117,7 @@ class RankStatus:
 
     @contextmanager
     def waiting(self, ranks: Sequence[int], how: str | None = None) -> Iterator[None]:
-        """While this rank waits for other world ranks; ``how`` reads as in "for the loss from"."""
+        """A context in which this rank waits for other world ranks; ``how`` is a phrase such as "for the loss from"."""
         before = self._waiting
         self._num_waits += 1
         self._waiting = (f"for {self.phase[0]} from" if how is None else how, tuple(ranks))
@@ -127,7 +127,7 @@ class RankStatus:
             self._waiting = before
 
     def snapshot(self) -> tuple[Hashable, Snapshot]:
-        """The status now, and its key: equal keys mean that nothing has changed."""
+        """The present status and its key: equal keys mean that the rank has made no progress."""
         runner, waiting, depth = self.runner, self._waiting, self.call_depth
         at = -1 if runner is None else runner.at
         key = (self.num_calls, depth, self._num_waits, waiting, at, self.phase)
@@ -143,11 +143,11 @@ class RankStatus:
             return key, Snapshot("waits", f"for {instruction} from", (self.stage_ranks[peer],))
         if kind.startswith("SENT"):
             send = instruction._replace(kind=kind.replace("SENT", "SEND"))
-            return key, Snapshot("waits", f"until {send} is taken by", (self.stage_ranks[peer],))
+            return key, Snapshot("waits", f"until {send} is received by", (self.stage_ranks[peer],))
         return key, Snapshot("works", f"in {instruction}", place=(stage, microbatch, str(instruction)))
 
     def python_stack(self) -> tuple[str, str]:
-        """The main thread's innermost line outside of torch, penstock and the standard library, and its stack."""
+        """The main thread's innermost line outside torch, Penstock and the standard library, and its stack."""
         frame = sys._current_frames().get(self.thread)
         if frame is None:
             return "", ""
@@ -158,7 +158,7 @@ class RankStatus:
         return f"{Path(last.filename).name}:{last.lineno}, in {last.name}", "".join(frames.format())[-8000:]
 
     def in_collective(self) -> bool:
-        """Whether the main thread is in ``torch.distributed``, and not in other code that it calls."""
+        """Whether the main thread runs code of ``torch.distributed``, and not code outside torch that it calls."""
         frame = sys._current_frames().get(self.thread)
         while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
             if frame.f_code.co_filename.startswith(_COLLECTIVES):
@@ -176,7 +176,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 @dataclass
 class HangLimits:
-    """Seconds of waiting in one place after which it is reported, and after which it is a failure; None: never."""
+    """Seconds without progress after which a wait is reported, and after which it is a failure; None: never."""
 
     stuck_after: float | None = 60.0
     timeout: float | None = None
@@ -187,28 +187,28 @@ class HangLimits:
 
     @property
     def interval(self) -> float:
-        """Seconds between two heartbeats, and between two checks."""
+        """Seconds between two heartbeats and between two checks."""
         return 1.0 if self.earliest is None else min(1.0, self.earliest / 4)
 
 
-# Who waits for whom as text, the rank at the end of the chain, and its snapshot if it has sent one.
+# A description of the chain of waits, the rank at its end, and the snapshot of that rank if it has sent one.
 WaitChain = tuple[str, int, Snapshot | None]
 
 
 @dataclass
 class HangDetector:
-    """Follows the status of one rank. Reports a wait after ``stuck_after`` seconds, after twice as many, and so on."""
+    """Checks the status of one rank. Reports a wait after ``stuck_after`` seconds, after twice as many, and so on."""
 
     status: RankStatus
     limits: HangLimits
     _key: Hashable = None
-    _since: float = 0.0  # when the rank last moved
-    _stack: tuple[str, str] = ("", "")  # once the rank has not moved for long
+    _since: float = 0.0  # the time of the rank's last progress
+    _stack: tuple[str, str] = ("", "")  # set if the rank makes no progress for long
     _reported: float = 0.0  # age of the wait at its last report
     _last_check: float = 0.0
 
     def update(self, now: float) -> Snapshot:
-        """The status of the rank, with its age; with a line of Python and the stack once it has not moved for long."""
+        """The status of the rank with its age; if that is long, also with the main thread's line and stack."""
         key, snapshot = self.status.snapshot()
         if key != self._key:
             self._key, self._since, self._reported, self._stack = key, now, 0.0, ("", "")
@@ -218,9 +218,9 @@ class HangDetector:
         return replace(snapshot, age=age, line=self._stack[0], stack=self._stack[1])
 
     def check(self, snapshot: Snapshot, now: float, chain: Callable[[], WaitChain]) -> Cause | None:
-        """Log a report if it is time for one; return a cause if the rank has waited longer than the timeout.
+        """Log a report if one is due; return a cause if the rank has waited longer than the timeout.
 
-        The chain is followed from half of the limit on: it takes two snapshots to see that a rank has not moved.
+        The chain is followed from half of the limit on, because the detection of a wait needs two snapshots.
         """
         stuck_after, timeout, earliest = self.limits.stuck_after, self.limits.timeout, self.limits.earliest
         age = snapshot.age
@@ -245,7 +245,7 @@ def wait_chain(rank: int, snapshot: Snapshot, read: Callable[[int], Snapshot | N
     text, path = f"rank {rank} {snapshot}", [rank]
     while True:
         others = {rank: read(rank) for rank in snapshot.ranks}
-        # A rank that does not wait comes first, then one that waits for none of those before.
+        # Prefer a rank that does not wait, then one that waits for no rank on the path.
         priority = {
             rank: 0 if found is None or not found.waits else 2 if set(found.ranks) & set(path) else 1
             for rank, found in others.items()
@@ -274,14 +274,14 @@ class Heartbeat:
     _read: dict[int, tuple[int, float]] = field(default_factory=dict)  # last beat of each rank, and when it was read
 
     def send(self, snapshot: Snapshot, now: float) -> None:
-        """Send a snapshot if the last one was sent long enough ago."""
+        """Send a snapshot, at most once per interval."""
         if not self._beat or now - self._sent_at >= self.limits.interval:
             self._sent_at = now
             self._beat += 1
             self.store.set(f"status/{self.rank}", json.dumps(asdict(replace(snapshot, beat=self._beat))))
 
     def read(self, rank: int, now: float) -> Snapshot | None:
-        """The last snapshot that a rank has sent, if any."""
+        """The last snapshot of a rank, if it has sent one."""
         snapshot = read_record(self.store, f"status/{rank}", Snapshot)
         if snapshot is None or (snapshot.kind == "waits" and not snapshot.ranks):
             return None
@@ -294,7 +294,7 @@ class Heartbeat:
 
 
 def thread_status(runner: ProgramPosition, thread: threading.Thread, stage_ranks: Sequence[int]) -> RankStatus:
-    """The status of a rank that runs a program in another thread of this process."""
+    """The status of a rank that runs its program in another thread of this process."""
     status = RankStatus()
     status.enter_call()
     status.runner, status.stage_ranks, status.thread = runner, stage_ranks, thread.ident or 0
@@ -302,7 +302,7 @@ def thread_status(runner: ProgramPosition, thread: threading.Thread, stage_ranks
 
 
 def check_threads(detectors: Sequence[HangDetector]) -> None:
-    """Log the ranks that have waited for long; raise a ``PipelineError`` if it was longer than the timeout."""
+    """Log ranks that have waited for long; raise a ``PipelineError`` for a wait longer than the timeout."""
     now = time.monotonic()
     snapshots = [detector.update(now) for detector in detectors]
     for rank, (detector, snapshot) in enumerate(zip(detectors, snapshots, strict=True)):

@@ -1,1 +1,1 @@
-"""Activations and weights on the host, copied to and from the device while it computes."""
+"""Offload of activations and weights to the host, with copies that overlap with computation."""

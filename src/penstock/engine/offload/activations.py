@@ -1,14 +1,14 @@
-"""Activations of micro-batches in flight, kept on the host: copied out after F, and back before B or I.
+"""Offload of the activations of micro-batches in flight: copied to the host after F, and back before B or I.
 
     F k      pack: each tensor that autograd saves is copied to the host, its storage once, and its device memory freed
     …        other actions of the rank
     (one action before)   prefetch(k): all copies back start, last saved first
     B k      unpack: the device waits for the copy, autograd gets the tensor with its old shape and strides
 
-These stay on the device: parameters, buffers and their views; the stage's inputs (the graph's leaves hold them, and
-they may come from another stream); small tensors; tensors of other devices, layouts and classes; tensors beyond the
-host budget; tensors that autograd does not save itself, such as the inputs of a non-reentrant
-``torch.utils.checkpoint`` and those in a weight-gradient queue. Saved memory must be allocated on the stream that
+The following stay on the device: parameters, buffers and their views; the stage's inputs (the leaves of the graph keep
+them, and they may belong to another stream); small tensors; tensors of other devices, layouts and classes; tensors
+beyond the host budget; tensors that autograd does not save itself, such as the inputs of a non-reentrant
+``torch.utils.checkpoint`` and the tensors in a weight-gradient queue. Saved memory must be allocated on the stream that
 computes it.
 """
 
@@ -30,22 +30,22 @@ from penstock.errors import PipelineError
 from penstock.schedule.lower import Instruction
 from penstock.schedule.schedule import COMPUTE
 
-_ALIGNMENT = 512  # bytes, that of CUDA memory: kernels may be chosen by alignment, and round differently
+_ALIGNMENT = 512  # bytes, as in CUDA memory: torch may select kernels by alignment, with other rounding
 _TENSORS = (Tensor, nn.Parameter)
 
 
 def activation_offload(device: torch.device, pool: HostBufferPool, module: nn.Module) -> ActivationOffload | None:
-    """The offload of a stage on a GPU; None on the CPU."""
+    """The activation offload of a stage on a GPU; None on the CPU."""
     if device.type != "cuda":
         return None
     return ActivationOffload(device, CopyStreams(device), pool, [*module.parameters(), *module.buffers()])
 
 
 def prefetch_points(instructions: Sequence[Instruction]) -> dict[int, list[tuple[int, int]]]:
-    """Before which instruction of a rank's program the prefetch of which (stage, micro-batch) pairs starts.
+    """By instruction of a rank's program: the (stage, micro-batch) pairs whose prefetch starts before it.
 
-    A copy in each direction needs an action to overlap with, so a micro-batch is offloaded only if at least two
-    actions lie between its forward and its backward.
+    A copy in each direction needs an action to overlap with, so a micro-batch is offloaded only if there are at least
+    two actions between its forward and its backward.
     """
     points: dict[int, list[tuple[int, int]]] = {}
     actions = [at for at, i in enumerate(instructions) if i.kind in COMPUTE]
@@ -54,7 +54,7 @@ def prefetch_points(instructions: Sequence[Instruction]) -> dict[int, list[tuple
         kind, stage, k, _ = instructions[at]
         if kind == "F":
             forwards[stage, k] = number
-        elif kind == "R":  # the forward saved nothing, and the tensors saved now are needed next
+        elif kind == "R":  # the forward saved no tensors, and the next action needs those of the recompute
             forwards.pop((stage, k), None)
         elif kind in "BI" and number - forwards.get((stage, k), number) > 2:
             points.setdefault(actions[number - 1], []).append((stage, k))
@@ -62,10 +62,10 @@ def prefetch_points(instructions: Sequence[Instruction]) -> dict[int, list[tuple
 
 
 class ActivationOffload:
-    """The activations that one stage keeps on the host between its forwards and its backwards.
+    """Keeps the activations of one stage on the host between its forwards and its backwards.
 
-    Tensors under ``smallest`` bytes are not worth a copy. ``window`` limits the device memory held by copies under
-    way: beyond it, the stage's next work waits for the oldest of them.
+    Tensors below ``smallest`` bytes stay on the device. ``window`` limits the device memory of copies in progress:
+    beyond it, the next work of the stage waits for the oldest copy.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class ActivationOffload:
         self._copying_bytes = 0
 
     def saving(self, key: Hashable, inputs: Iterable[Any] = ()) -> saved_tensors_hooks:
-        """Around a stage's forward on ``inputs``: the tensors that it saves are offloaded under ``key``."""
+        """A context for a stage's forward on ``inputs``: offloads the tensors that autograd saves, under ``key``."""
         offloaded = self._offloaded[key] = []
         resident = [t for t in (*self.resident, *inputs) if type(t) in _TENSORS and t.layout is torch.strided]
         hook = PackHook(self, offloaded, set(map(storage_id, resident)))
         return saved_tensors_hooks(hook, lambda packed: packed.get())
 
     def prefetch(self, key: Hashable) -> None:
-        """Start to copy back all that was offloaded under ``key`` and is still needed."""
+        """Start to copy back the tensors that were offloaded under ``key`` and that the graph still needs."""
         self._free_copied(0)
         for reference in reversed(self._offloaded.pop(key, ())):
             host_bytes = reference()
@@ -104,7 +104,7 @@ class ActivationOffload:
                 host_bytes.fetch()
 
     def copy_to_host(self, content: Tensor) -> _HostBytes | None:
-        """Start to copy bytes to the host; None where the budget has no room for them."""
+        """Start to copy bytes to the host; None if they exceed the budget."""
         size = content.nbytes
         buffer = self.pool.acquire(
             size, lambda n: self.copies.allocate_host(torch.empty(n, dtype=torch.uint8, device="meta"))
@@ -118,7 +118,7 @@ class ActivationOffload:
         return _HostBytes(self, buffer, size)
 
     def _free_copied(self, limit: int) -> None:
-        """Free device memory once it is copied out, until copies hold at most ``limit`` bytes."""
+        """Free device memory that was copied to the host, until copies hold at most ``limit`` bytes."""
         while self._copying and self._copying_bytes > limit:
             event, content = self._copying.popleft()
             self._copying_bytes -= content.nbytes
@@ -127,9 +127,9 @@ class ActivationOffload:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _HostBytes:
-    """Bytes of one storage on the host, and on the device once they are needed there.
+    """Bytes of one storage on the host, and on the device after ``fetch``.
 
-    It lives as long as autograd holds a tensor packed in it; then its buffer is free for others.
+    It exists as long as autograd keeps a tensor packed in it. Then its buffer is released.
     """
 
     offload: ActivationOffload
@@ -161,9 +161,9 @@ class _HostBytes:
 
 @dataclass(eq=False)
 class PackHook:
-    """The pack hook of one forward: a tensor becomes a ``_SavedTensor``, on the host or not.
+    """The pack hook of one forward: returns a ``_SavedTensor`` on the host or on the device.
 
-    It has weak references: every node of the graph holds this hook, and must not hold the bytes of other nodes.
+    Its references are weak: every node of the graph keeps this hook, and must not keep the bytes of other nodes.
     """
 
     offload: ActivationOffload
@@ -187,10 +187,10 @@ class PackHook:
         start = int(tensor.storage_offset()) * width
         length = width + width * sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         begin, end = 0, storage.nbytes()
-        if end > 4 * length:  # a small part of a large storage; otherwise all views share one copy of the storage
+        if end > 4 * length:  # copy only a small part of a large storage; otherwise all views share one copy
             begin, end = start - start % _ALIGNMENT, start + length
-        # Tensors share a version counter if they have one base, not if they have one storage: two parts of a storage
-        # may have their own counters, and be at the same version with one of them not yet written.
+        # Tensors with one base share a version counter, tensors with one storage may not: two parts of a storage may
+        # have separate counters, and the same version although one of them is not yet written.
         base = tensor if tensor._base is None else tensor._base
         key = id(base), tensor._version, storage.data_ptr(), begin, end
         known = self.known.get(key)
@@ -208,8 +208,8 @@ class PackHook:
 class _SavedTensor:
     """A saved tensor as a view of bytes on the host, or, without ``host_bytes``, on the device.
 
-    ``stamp`` has the tensor's version counter, because autograd checks the versions only of tensors that it holds
-    itself. It is detached: a node that held its own output would never be freed. With ``host_bytes`` it has no memory.
+    ``stamp`` has the tensor's version counter, because autograd checks only the versions of tensors that it saves
+    itself. It is detached: a node that references its own output is never freed. With ``host_bytes`` it has no memory.
     """
 
     __slots__ = ("host_bytes", "shape", "stamp", "version", "view")

@@ -1,12 +1,12 @@
-"""Copies between a device and pinned host memory, beside the device's computation, and the memory they use.
+"""Copies between a device and pinned host memory that overlap with computation, and pools of host memory.
 
     compute    ──▶ op ─▶ op ──────────────▶ op ─▶ wait ─▶ op      the stream that the stages compute on
                        └▶ copy ─┐                  ▲
     to host    ─────────────────┴─ event           │
     to device  ────────────────────────── copy ─ event
 
-A copy starts after all work given to the compute stream before it. The host does not wait: work that must come after a
-copy waits for its event, on the device.
+A copy starts after all earlier work of the compute stream. The host does not wait: later work of a stream that needs
+the copy waits for its event, on the device.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CopyEvent = Any  # the end of a copy; on CUDA a torch.cuda.Event
+CopyEvent = Any  # recorded after a copy; on CUDA a torch.cuda.Event
 Pairs = Sequence[tuple[Tensor, Tensor]]  # sources and targets
 
 
 class CopyStreams:
-    """Copies from a CUDA device to the host and back, on a stream in each direction.
+    """Copies from a CUDA device to the host and back, on one stream per direction.
 
-    Device memory comes from the compute stream's pool: it is free for that stream's next allocation as soon as the
-    stream waits for the copy. So the host never waits, and peaks are the same in each step.
+    Device memory is allocated from the compute stream's pool: the stream can reuse it as soon as it waits for the copy.
+    So the host never waits, and peak memory is the same in each step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,12 +42,12 @@ class CopyStreams:
         return torch.empty_strided(layout.shape, layout.stride(), dtype=like.dtype, device="cpu", pin_memory=True)
 
     def to_host(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
-        """Start copies to the host. Sources must live until their event was waited for."""
+        """Start copies to the host. Keep the sources until ``wait`` was called for the event."""
         self.bytes_to_host += sum(source.nbytes for source, _ in pairs)
         return self._copy(self._to_host, pairs, after)
 
     def to_device(self, pairs: Pairs, after: CopyEvent | None = None) -> CopyEvent:
-        """Start copies to the device. Targets must live until their event was waited for, or be ``discard``ed."""
+        """Start copies to the device. Keep the targets until ``wait`` was called for the event, or ``discard`` them."""
         self.bytes_to_device += sum(source.nbytes for source, _ in pairs)
         return self._copy(self._to_device, pairs, after)
 
@@ -61,18 +61,18 @@ class CopyStreams:
         return stream.record_event()
 
     def wait(self, event: CopyEvent, target: Tensor | None = None) -> None:
-        """Make later work of the current stream, which uses ``target``, wait for ``event``."""
+        """Make later work of the current stream wait for ``event``; ``target`` is used by that work."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(event)
-        if target is not None:  # the user may be on another stream than the one it was allocated on
+        if target is not None:  # the current stream may differ from the stream that allocated the target
             target.record_stream(current)
 
     def synchronize(self, event: CopyEvent) -> None:
-        """Wait on the host."""
+        """Make the host wait for ``event``."""
         event.synchronize()
 
     def discard(self, target: Tensor) -> None:
-        """Free the target of a copy whose event nobody has waited for."""
+        """Free the target of a copy for whose event no stream has waited."""
         target.record_stream(self._to_device)
 
 
@@ -85,7 +85,7 @@ class HostBuffer:
 
 
 class HostBufferPool:
-    """Reusable host buffers with sizes in powers of two, as pinned memory has; at most ``budget`` bytes in total."""
+    """Reusable host buffers; sizes are powers of two, as in torch's pinned memory, and ``budget`` bytes in total."""
 
     def __init__(self, budget: int | None = None) -> None:
         self.budget = budget
@@ -95,7 +95,7 @@ class HostBufferPool:
         self._lock = threading.Lock()
 
     def acquire(self, size: int, allocate: Callable[[int], Tensor]) -> HostBuffer | None:
-        """A buffer of at least ``size`` bytes, or None where the budget has no room for it."""
+        """A buffer of at least ``size`` bytes; None if it would exceed the budget."""
         size = 1 << (size - 1).bit_length()
         with self._lock:
             while self._released:
@@ -103,7 +103,7 @@ class HostBufferPool:
                 self._idle[buffer.tensor.nbytes].append(buffer)
             if self._idle[size]:
                 return self._idle[size].pop()
-            if self.budget is not None:  # free idle buffers of other sizes until these bytes fit
+            if self.budget is not None:  # free idle buffers of other sizes until the new one fits
                 idle = sum(length * len(buffers) for length, buffers in self._idle.items())
                 if self.bytes - idle + size > self.budget:
                     return None
@@ -117,5 +117,5 @@ class HostBufferPool:
             return buffer
 
     def release(self, buffer: HostBuffer) -> None:
-        """May be called from any thread, and from a finalizer that interrupts ``acquire``: takes no lock."""
+        """Return a buffer to the pool. Takes no lock, because a finalizer may call it during ``acquire``."""
         self._released.append(buffer)

@@ -1,27 +1,27 @@
-"""Weights that live on the host, and are on the device while a stage that uses them computes.
+"""Offloaded weights: in host memory, and on the device only while a stage that uses them computes.
 
     between calls   a parameter is a host tensor in pinned memory, and so is its gradient
     during a run    it is a device tensor, whose storage has memory while its stages compute
     for an update   an offloaded optimizer leases it with its gradient and its state, bucket by bucket
 
-Code that reads, saves, loads or changes a parameter between calls finds an ordinary tensor. The device holds the
-weights of two stages at a time. Forwards, backwards and updates run the same kernels as without offload. A parameter
-is a device tensor for the whole run, with memory or without, because a parameter that changes its device loses the
-node that accumulates its gradient, and the hooks on it. Inside a stage the parameters of other stages must not be
-read: they may have no memory.
+Between calls, programs can read, save, load and change a parameter as an ordinary tensor. The device holds the weights
+of two stages at a time. Forwards, backwards and updates run the same kernels as without offload. A parameter is a
+device tensor for the whole run, with or without memory, because a parameter that changes its device loses the node that
+accumulates its gradient, and the hooks on that node. A stage must not read the parameters of other stages: they may
+have no memory.
 
-``prefetch_plan`` decides when weights are copied. While a rank computes for one stage, the weights of the next come:
+``prefetch_plan`` schedules the copies. While a rank computes for one stage, it prefetches the weights of the next:
 
     program          0F0 0F1 │ 1F0 1F1 │ 2F0 2F1 │ 2B0 …
     stage 0          ███████ │         │         │            █ in use
-    stage 1          ▒▒▒▒▒▒▒ │ ███████ │         │            ▒ copy under way
+    stage 1          ▒▒▒▒▒▒▒ │ ███████ │         │            ▒ copy in progress
     stage 2                  │ ▒▒▒▒▒▒▒ │ ███████ │ ███
 
-``pipe(x)`` with gradients brings all weights to the device: its graph needs them until its backward, whenever that is.
-They return to the host with the first run during which no such graph is alive.
+``pipe(x)`` with gradients copies all weights to the device, because its graph needs them until its backward. The first
+run without such a graph moves them back to the host.
 
-These stay on the device: buffers, parameters that are not plain tensors (DTensor) or have not a storage of their own
-(the weights of an LSTM on a GPU are parts of one), and all of a stage with a DistributedDataParallel, which keeps
+The following stay on the device: buffers; parameters that are not plain tensors (DTensor) or that share their storage
+(such as the weights of an LSTM on a GPU); and all parameters of a stage with a DistributedDataParallel, which keeps
 references to the nodes that accumulate gradients.
 """
 
@@ -47,7 +47,7 @@ from penstock.schedule.lower import Instruction
 from penstock.schedule.schedule import COMPUTE
 
 ParamsKey = tuple[int, ...]
-"""The stages that use some parameters, which are copied together."""
+"""The stages that use a set of parameters, which are copied together."""
 
 
 class ParamTransfer(NamedTuple):
@@ -58,7 +58,7 @@ class ParamTransfer(NamedTuple):
 
 
 class PrefetchStep(NamedTuple):
-    """Before instruction ``at``: evict, then start to prefetch, then wait for the transfers that are used next."""
+    """Before instruction ``at``: evict, then start to prefetch, then wait for the transfers that the next span uses."""
 
     at: int
     evict: tuple[ParamTransfer, ...]
@@ -69,9 +69,9 @@ class PrefetchStep(NamedTuple):
 def prefetch_plan(
     instructions: Iterable[Instruction], params_of: Mapping[int, Sequence[ParamsKey]]
 ) -> list[PrefetchStep]:
-    """The steps of a rank's program, the last one at its end. ``params_of`` has the stages with offloaded parameters.
+    """The steps of a rank's program, the last one at its end. ``params_of`` has the stages with offloaded ones.
 
-    Each span of consecutive actions of one stage has a step. Gradients are on the device for B, I and W only.
+    Each span of consecutive actions of one stage has a step. Gradients are on the device only for B, I and W.
     """
     spans: list[tuple[int, dict[ParamTransfer, None]]] = []  # the start of each, and its transfers in order
     stage, end = -1, 0
@@ -98,30 +98,30 @@ def prefetch_plan(
 class OffloadedParams:
     """Parameters that the same stages use, on the host between runs and on the device during a run.
 
-    Autograd saves references to a weight's storage (a linear saves a view of the weight). So the storage gets and loses
-    its memory, and the tensors stay the same:
+    Autograd saves references to a weight's storage (a linear saves a view of the weight). So the memory of the storage
+    is allocated and freed, and the tensors stay the same:
 
         parameter.data ──▶ a device tensor ──┐
         saved for B    ──▶ a view of it ─────┴──▶ storage ──▶ memory while its stages compute
 
     Weights are evicted without a copy, because the host has them, unless a forward has changed them (an embedding with
-    ``max_norm``). A write through ``.data`` does not raise the version, so the first eviction in each mode compares.
-    Gradients are copied out, and keep their device memory until that is done.
+    ``max_norm``). A write through ``.data`` does not increment the version, so the first eviction in each mode compares
+    the values. Gradients are copied to the host, and their device memory is freed afterwards.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, copies: CopyStreams) -> None:
         self.parameters = list(parameters)
         self.device = device
         self.copies = copies
-        self.hidden_writes = False  # a forward has changed weights without raising their version
+        self.hidden_writes = False  # a forward has changed weights without incrementing their version
         self._present = False
         self._compared_in: set[Hashable] = set()  # modes
         self._versions: list[int] = []
-        self._fetching: list[tuple[CopyEvent, object]] = []  # with the tensors that must live until then
+        self._fetching: list[tuple[CopyEvent, object]] = []  # with the tensors to keep until then
         self._evicting: list[tuple[CopyEvent, Sequence[Tensor]]] = []  # gradients; empty for the weights
         self._last_copy: dict[str, CopyEvent] = {}
         self._grads: dict[nn.Parameter, Tensor] = {}  # host gradients, during a run
-        # Data on the host, and on the device, where its storage has memory or not.
+        # Data on the host; and on the device, where its storage may have no memory.
         self.hosted: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         self._allocate_host()
 
@@ -159,7 +159,7 @@ class OffloadedParams:
         self._fetching.clear()
 
     def evict(self, mode: Hashable = None, *, changed: bool = False) -> None:
-        """Free the weights' memory, after a copy to the host if a forward (in ``mode``) changes them."""
+        """Free the device memory of the weights. Copy them to the host first if a forward in ``mode`` changed them."""
         self.wait_prefetch()
         self._present = False
         if any(storage_id(parameter) != storage_id(on_device) for parameter, (_, on_device) in self.hosted.items()):
@@ -205,15 +205,15 @@ class OffloadedParams:
         self._evicting.clear()
 
     def end_run(self) -> None:
-        """Make parameters and gradients host tensors again, when all copies are done.
+        """Wait for all copies, and make parameters and gradients host tensors again.
 
-        After a run that failed some are not evicted yet. Its gradients are incomplete: the host's stay.
+        After a failed run, parameters may still be on the device. Incomplete gradients are dropped for the host's.
         """
         try:
             if self._present:
                 self.evict()
             self.free_evicted()
-            for event in self._last_copy.values():  # from now on the host may read and change them
+            for event in self._last_copy.values():  # the host may read and change the tensors afterwards
                 self.copies.synchronize(event)
         finally:
             for parameter, (host, _) in self.hosted.items():
@@ -236,14 +236,14 @@ class OffloadedParams:
         self._present = False
 
     def move_to_host(self) -> None:
-        """Move parameters and gradients to the host, wherever they are."""
+        """Move parameters and gradients to the host from any device."""
         elsewhere = [
             (parameter, host)
             for parameter, (host, _) in self.hosted.items()
             if storage_id(parameter) != storage_id(host) or not _same_layout(parameter, host)
         ]
         if any(not _same_layout(parameter, host) for parameter, host in elsewhere):
-            self._allocate_host()  # their dtype, shape or layout was changed
+            self._allocate_host()  # their dtype, shape or layout has changed
             return
         for parameter, host in elsewhere:
             host.copy_(parameter.data)
@@ -288,7 +288,7 @@ class OffloadedParams:
 
 
 class UpdateLease:
-    """A hosted parameter and its gradient on the device, for an update. Making the lease starts the copies."""
+    """A hosted parameter and its gradient on the device, for an update. The constructor starts the copies."""
 
     def __init__(self, parameter: nn.Parameter, params: OffloadedParams) -> None:
         self.copies, device = params.copies, params.device
@@ -302,7 +302,7 @@ class UpdateLease:
         _set_data_and_grad(self.parameter, *self.on_device)
 
     def end(self, grad_changed: bool = False) -> list[tuple[CopyEvent, Tensor]]:
-        """Start to copy the changes to the host; return events, each with the tensor that must live until then."""
+        """Start to copy the changes to the host; return events, each with the tensor to keep until then."""
         data, grad, host_grad = self.parameter.data, self.parameter.grad, self.host_grad
         copying = [(self.copies.to_host([(data, self.host)], self.event), data)]
         if grad_changed and grad is not None and host_grad is not None:
@@ -312,15 +312,15 @@ class UpdateLease:
 
 
 def host_weights(modules: Mapping[int, nn.Module], devices: Sequence[torch.device]) -> HostWeights | None:
-    """The host weights of stages on GPUs; None without any such stage."""
+    """The host weights of stages on GPUs; None without such stages."""
     copies = {device: CopyStreams(device) for device in {devices[stage] for stage in modules} if device.type == "cuda"}
     return HostWeights(modules, devices, copies) if copies else None
 
 
 class HostWeights:
-    """The weights of this process's stages. ``resident``: all are on their devices, and runs copy nothing.
+    """The offloaded weights of this process's stages. ``resident``: all are on their devices, and runs copy nothing.
 
-    All stages of a device must be run by one thread.
+    One thread must run all stages of a device.
     """
 
     def __init__(
@@ -336,14 +336,14 @@ class HostWeights:
         self._running = False
         self._resident_scopes = 0
         self._open_calls: WeakSet[Any] = WeakSet()
-        self._lock = threading.RLock()  # threads that share a pipeline take turns
+        self._lock = threading.RLock()  # one thread at a time runs a shared pipeline
         self._params: dict[ParamsKey, OffloadedParams] = {}
         self._params_of: dict[nn.Parameter, OffloadedParams] = {}
         users: dict[int, list[int]] = defaultdict(list)
         for stage, module in self.modules.items():
             for parameter in module.parameters():
                 users[id(parameter)].append(stage)
-        # By name: a parameter on the meta device will be replaced.
+        # Keyed by name, because parameters on the meta device are replaced later.
         self._keys: dict[tuple[int, str], ParamsKey] = {
             (stage, name): tuple(users[id(parameter)])
             for stage, module in self.modules.items()
@@ -378,7 +378,7 @@ class HostWeights:
 
     @contextmanager
     def initializing(self, stage: int) -> Iterator[None]:
-        """While a stage's parameters get their first values, on its device."""
+        """A context in which a stage's parameters are initialised on its device."""
         own = [self._params[key] for key in self._params if stage in key]
         with self.run():
             for params in own:
@@ -392,7 +392,7 @@ class HostWeights:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Around a run: the parameters are device tensors until ``end_run``."""
+        """A context for a run: the parameters are device tensors until ``end_run``."""
         with self._lock:
             if not self._must_stay():
                 self._move_to_host()
@@ -407,7 +407,7 @@ class HostWeights:
     def transfer_calls(
         self, instructions: Sequence[Instruction], stages: Iterable[int]
     ) -> dict[int, Callable[[], None]]:
-        """Functions to call before instructions of the program of these stages, and at its end."""
+        """The functions to call before instructions of the program of these stages, and at its end, by position."""
         params_of = {stage: [key for key in self._params if stage in key] for stage in stages}
         own = [self._params[key] for key in dict.fromkeys(chain.from_iterable(params_of.values()))]
         return {step.at: partial(self._transfer, own, step) for step in prefetch_plan(instructions, params_of)}
@@ -431,17 +431,17 @@ class HostWeights:
             self._params[key].wait_prefetch()
 
     def end_run(self) -> None:
-        """After a run, successful or not: the parameters and their gradients are host tensors again."""
+        """After a run, also a failed one: make the parameters and their gradients host tensors again."""
         if self._running:
             self._running = False
-            with ExitStack() as stack:  # all of them, even if one raises
+            with ExitStack() as stack:  # calls all of them, even if one raises
                 for params in self._params.values():
                     stack.callback(params.end_run)
 
     # ── between runs ─────────────────────────────────────────────────────────────────────────────────────────
 
     def make_resident(self, call: Any = None) -> None:
-        """Bring all weights and gradients to their devices, to stay there until ``call.over``, or the call is freed."""
+        """Move all weights and gradients to their devices, until ``call.over`` is true or the call is freed."""
         with self._lock:
             if call is not None:
                 self._open_calls.add(call)
@@ -453,7 +453,7 @@ class HostWeights:
 
     @contextmanager
     def resident_scope(self) -> Iterator[None]:
-        """All weights are on their devices; afterwards on the host, unless an open call needs them."""
+        """A context in which all weights are on their devices. Moves them back unless an open call needs them."""
         self.make_resident()
         self._resident_scopes += 1
         try:
@@ -469,7 +469,7 @@ class HostWeights:
         return None if params is None else UpdateLease(parameter, params)  # type: ignore[arg-type]
 
     def device_of(self, parameter: Tensor) -> torch.device | None:
-        """The device that uses a parameter, if it is on the host now."""
+        """The device that uses a parameter, if the parameter is on the host now."""
         params = self._on_host(parameter)
         return None if params is None else params.device
 
@@ -479,7 +479,7 @@ class HostWeights:
         return [*hosted, *(parameter.grad for parameter in hosted if parameter.grad is not None)]
 
     def reclaim(self) -> None:
-        """Move parameters to the host that the user has moved elsewhere since the last run."""
+        """Move parameters that the user has moved since the last run back to the host."""
         if not self.resident and not self._running:
             self._move_to_host()
 
@@ -505,7 +505,7 @@ def _is_plain_tensor(tensor: Tensor) -> bool:
 
 
 def _device_tensor(host: Tensor, device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """A tensor for a copy on the device, to be started with those in ``pairs``; a sparse one is copied at once."""
+    """A device tensor for ``host``. The copy is appended to ``pairs``; a sparse tensor is copied at once."""
     if not _is_plain_tensor(host):
         return host.to(device)
     pairs.append((host, torch.empty_like(host, device=device)))
@@ -522,7 +522,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _set_data_and_grad(parameter: nn.Parameter, data: Tensor, grad: Tensor | None = None) -> None:
-    """torch wants a gradient on its parameter's device when it is assigned, so it is removed first."""
+    """Set ``data``, then ``grad``: torch requires that a gradient is on its parameter's device when it is assigned."""
     parameter.grad = None
     parameter.data = data
     if grad is not None:

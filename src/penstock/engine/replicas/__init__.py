@@ -21,7 +21,7 @@ from penstock.engine.channel.base import ChannelError, Group, WaitTimer
 from penstock.engine.channel.control import ControlChannel
 from penstock.engine.failure.status import RankStatus
 
-PendingSum = Callable[[], list[float]]  # waits for sums under way, and returns them
+PendingSum = Callable[[], list[float]]  # waits for the sums, and returns them
 
 
 class ReplicaGroup:
@@ -39,7 +39,6 @@ class ReplicaGroup:
         """``ranks`` are world ranks; ``cpu_group`` is for numbers and host tensors, ``group`` for the device's."""
         self.count = len(ranks)
         self.control = ControlChannel(cpu_group, ranks, status, wait_timer)
-        self.status = status
         self.others = [r for r in ranks if r != rank]
         self.cpu_group = cpu_group
         self.group = group
@@ -47,7 +46,7 @@ class ReplicaGroup:
     def start_sum(self, numbers: Sequence[float]) -> PendingSum:
         """Start to sum each of ``numbers`` over the replicas."""
         total = torch.tensor(numbers, dtype=torch.float64)
-        # No closure: the frames of an error would hold it, and with it the connection.
+        # No closure: the frames of an error would keep it, and the connection with it.
         return partial(self._wait_sum, self.start_allreduce(total), total)
 
     def _wait_sum(self, work: Any, total: Tensor) -> list[float]:
@@ -58,20 +57,20 @@ class ReplicaGroup:
         return self.start_sum(numbers)()
 
     def start_allreduce(self, tensor: Tensor) -> Any:
-        """Start to replace a tensor by its sum over the replicas; ``wait`` waits for it."""
+        """Start to replace a tensor by its sum over the replicas. Pass the result to ``wait``."""
         with channel_errors():
             return self._group_for(tensor).allreduce([tensor])
 
     def wait(self, work: Any) -> Any:
-        """Wait for a collective and return its result; on a GPU the current stream waits."""
+        """Wait for a collective and return its result. On a GPU the current stream waits."""
         start = perf_counter()
-        with channel_errors(), self.status.waiting(self.others):
+        with channel_errors(), self.control.status.waiting(self.others):
             result = work.wait()
         self.control.wait_timer.seconds += perf_counter() - start
         return result
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give every replica the values of the first."""
+        """Broadcast the first replica's values to all replicas."""
         for tensor in tensors:
             broadcast_from_first([tensor], self._group_for(tensor), self.wait)
 
@@ -86,7 +85,7 @@ class ReplicaGroup:
 def broadcast_from_first(
     tensors: Iterable[Tensor], group: Group, wait: Callable[[Any], Any] = lambda work: work.wait()
 ) -> None:
-    """Give every process of a group the values of its first process."""
+    """Broadcast the values of the first process of a group to all of its processes."""
     with channel_errors():
         pairs = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
         for work in [group.broadcast(dense, 0) for _, dense in pairs]:
@@ -98,7 +97,7 @@ def broadcast_from_first(
 
 @contextmanager
 def channel_errors(peer: int | None = None) -> Iterator[None]:
-    """Errors of collectives become those of a channel, to ``peer`` if it is known."""
+    """Raise errors of collectives as errors of a channel, with ``peer`` if it is known."""
     try:
         yield
     except RuntimeError as error:

@@ -1,8 +1,8 @@
 """Stages wrapped in ``DistributedDataParallel``: run without the wrapper, and reduced with its settings.
 
-DDP reduces in one backward, and all replicas must run the same number of them. A pipeline's stage has many, replicas
-may have different numbers of micro-batches or none, and weight gradients may come after the backward. So the wrapper
-is removed, and ``GradReducer`` calls its communication hook, if it has one, with the stage's buckets.
+DDP reduces the gradients during one backward, and all replicas must run the same number of backwards. A pipeline stage
+runs many backwards, replicas may have different numbers of micro-batches, and weight gradients may be computed after
+the backward. So the wrapper is removed, and ``GradReducer`` calls its communication hooks with the stage's buckets.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from penstock.errors import PlanError
 
 @dataclass(eq=False)
 class DdpSettings:
-    """How a wrapper reduces the gradients of its parameters."""
+    """The settings of a wrapper for the reduction of gradients."""
 
-    hooks: list[tuple[Callable[..., Any], object]]  # the wrapper's own list: a hook may be registered later
+    hooks: list[tuple[Callable[..., Any], object]]  # the wrapper's own list, because hooks may be registered later
     bucket_bytes: int
 
 
 class HookBucket:
-    """Has the methods of ``torch.distributed.GradBucket``, which only torch can make."""
+    """Has the methods of ``torch.distributed.GradBucket``, which only torch can create."""
 
     def __init__(self, index: int, flat: Tensor, parameters: Sequence[Tensor], last: bool) -> None:
         self._index = index
@@ -58,7 +58,7 @@ class HookBucket:
 
 
 def unwrap_ddp(module: nn.Module, stage: int, ranks: Sequence[int]) -> tuple[nn.Module, dict[int, DdpSettings]]:
-    """The module without its DDP wrappers, and the settings for each parameter that was in one, by identity.
+    """The module without its DDP wrappers, and the settings of each wrapped parameter, by identity.
 
     ``ranks`` are the world ranks of the stage's replicas.
     """
@@ -83,7 +83,7 @@ def unwrap_ddp(module: nn.Module, stage: int, ranks: Sequence[int]) -> tuple[nn.
 
 
 def _unsupported(wrapper: DistributedDataParallel) -> str | None:
-    """The first feature of a wrapper, besides the reduction of gradients, that would be lost without it."""
+    """The first feature of a wrapper that would be lost without it, besides the reduction of gradients."""
     if type(wrapper) is not DistributedDataParallel:
         return f"{type(wrapper).__name__}, a subclass of DistributedDataParallel"
     if wrapper.mixed_precision is not None:

@@ -1,7 +1,7 @@
-"""DTensors as one process sees them: each process of a ``DeviceMesh`` holds a local part.
+"""DTensors by their local parts: each process of a ``DeviceMesh`` has one.
 
 Gradients are summed over replicas, scaled and clipped by their local parts. A plain tensor is its own local part, so
-callers need not distinguish.
+that callers need not distinguish the two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.errors import PlanError
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[Any]:
-    """Whether this is a DTensor. Does not import them, which takes long: without the import there is none."""
+    """Whether this is a DTensor. Does not import their module, which is slow: without the import there are none."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
@@ -42,7 +42,7 @@ def to_full(tensor: Tensor) -> Tensor:
 
 
 def distribute_like(value: Tensor, like: Tensor) -> Tensor:
-    """``value`` with the mesh and placements of ``like``. A plain one must be equal on all processes of the mesh."""
+    """``value`` with the mesh and placements of ``like``. A plain tensor must be equal on all processes of the mesh."""
     if not is_dtensor(like):
         return to_full(value)
     if is_dtensor(value) and value.device_mesh == like.device_mesh and value.placements == like.placements:
@@ -74,9 +74,9 @@ def set_local_grad(parameter: nn.Parameter, grad: Tensor) -> None:
 
 
 def keep_edges_plain(module: nn.Module, stage: int) -> None:
-    """Hook a stage so that plain tensors leave it, and plain gradients.
+    """Register hooks on a stage that check that it returns plain tensors.
 
-    The hooks also wait for functional collectives, because channels read the memory of their results directly.
+    The hooks also wait for functional collectives, because channels read the memory of outputs and gradients directly.
     """
 
     def before(_: nn.Module, args: tuple[Any, ...]) -> None:

@@ -6,7 +6,7 @@
     ties, loss factor    in float32
     after the step       .grad = bf16(stashed gradient + sum)
 
-A step that fails leaves ``.grad`` as it was before.
+A failed step restores the earlier ``.grad``.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 _HALF = (torch.bfloat16, torch.float16)
 
-# Per parameter (by identity) that is being summed in float32: code that adds to ``.grad`` without autograd must call
-# this function with the gradient first. It returns True if it has added the gradient itself.
+# By identity of the parameters that are summed in float32. Code that adds to ``.grad`` without autograd must first call
+# this function with the gradient. It returns True if it has added the gradient itself.
 fp32_sums: dict[int, Callable[[Tensor], bool]] = {}
 
 
 class Fp32GradAccumulator:
-    """Entered around a step: gradients of half-precision parameters are summed in float32.
+    """A context for a step: gradients of half-precision parameters are summed in float32.
 
-    Autograd adds in the dtype of the gradient that exists, so a hook on the accumulating node makes a float32 zero
-    before the first addition. (``Tensor.grad_dtype`` would be shorter, but once set it cannot be unset: a model
+    Autograd adds in the dtype of the existing gradient, so a hook on the accumulating node creates a float32 zero
+    before the first addition. (``Tensor.grad_dtype`` would be shorter, but once set it cannot be unset: a model that is
     converted to float32 later would still round its gradients.)
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        self._lock = threading.Lock()  # threads that share a pipeline take turns
+        self._lock = threading.Lock()  # one thread at a time runs a shared pipeline
         self._first_lock = threading.Lock()  # two threads may add the first gradient of one parameter
         self._stash: dict[nn.Parameter, Tensor | None] = {}
-        self._nodes: list[Node] = []  # a parameter does not keep the node alive that adds to its gradient
+        self._nodes: list[Node] = []  # the accumulating nodes, which parameters do not keep alive
         self._hooks = ExitStack()
 
     def __enter__(self) -> None:
         self._lock.acquire()
         try:
             for parameter in self.parameters:
-                # A dtype that the user has set for the gradients stays.
+                # A grad_dtype that the user has set is kept.
                 if parameter.requires_grad and parameter.dtype in _HALF and parameter.grad_dtype is parameter.dtype:
                     node = get_gradient_edge(parameter).node
                     self._nodes.append(node)
@@ -65,7 +65,7 @@ class Fp32GradAccumulator:
         try:
             self._hooks.close()
             self._nodes.clear()
-            while self._stash:  # float32 sums are freed one by one
+            while self._stash:  # frees the float32 sums one by one
                 parameter, before = self._stash.popitem()
                 total, parameter.grad = parameter.grad, None
                 parameter.grad = before if kind is not None else _round_total(total, before, parameter.dtype)
@@ -74,11 +74,11 @@ class Fp32GradAccumulator:
             self._lock.release()
 
     def _before_accumulation(self, parameter: nn.Parameter, grads: tuple[Tensor | None]) -> Any:
-        """Runs before autograd adds to ``.grad``; returning ``(None,)`` leaves nothing to add."""
+        """Runs before autograd adds to ``.grad``. If it returns ``(None,)``, autograd adds nothing."""
         return (None,) if grads[0] is not None and self._prepare(parameter, grads[0]) else None
 
     def _prepare(self, parameter: nn.Parameter, grad: Tensor) -> bool:
-        """Make the float32 sum that ``grad`` can be added to. A sparse gradient is added here, and stays sparse."""
+        """Create the float32 sum to which ``grad`` is added. A sparse gradient is added here, and stays sparse."""
         with self._first_lock, torch.no_grad():
             total = parameter.grad
             if grad.is_sparse:
@@ -96,15 +96,15 @@ def set_grad(parameter: Tensor, grad: Tensor) -> None:
     if grad.dtype is parameter.dtype:
         parameter.grad = grad
         return
-    # torch refuses to assign a gradient of another dtype, but lets ``.data`` of a gradient change its dtype, as
-    # ``model.float()`` does. The first assignment can be any tensor of this shape and layout.
+    # torch does not accept a gradient of another dtype, but ``.data`` of a gradient may change its dtype, as in
+    # ``model.float()``. The first assignment can be any tensor of this shape and layout.
     parameter.grad = grad.to(parameter.dtype) if grad.is_sparse else parameter.data
     assert parameter.grad is not None
     parameter.grad.data = grad
 
 
 def _round_total(total: Tensor | None, before: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The stashed gradient plus the step's sum, rounded once, in the stashed tensor as autograd would do."""
+    """The stashed gradient plus the step's sum, rounded once. Like autograd, it is written to the stashed tensor."""
     if total is None:
         return before
     with torch.no_grad():

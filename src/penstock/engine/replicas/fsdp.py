@@ -4,7 +4,7 @@
     F B F B …   no collective: replicas may run different numbers of micro-batches, or none
     reduce      the gradients are reduce-scattered over the replicas, and the parameters resharded
 
-By itself FSDP unshards and reduces around each forward and backward. Here both are turned off, and called at the two
+By default FSDP unshards and reduces around each forward and backward. Here both are disabled, and called at the two
 points that all replicas reach.
 """
 
@@ -50,7 +50,7 @@ def fsdp_stage(module: nn.Module, stage: int, ranks: Sequence[int]) -> FsdpStage
 class FsdpStage:
     """The ``parts`` of a stage on which ``fully_shard`` was called; ``roots`` are in no other part.
 
-    The FSDP internals used here are those that ``torch.distributed.pipelining`` uses.
+    ``torch.distributed.pipelining`` uses the same FSDP internals.
     """
 
     def __init__(self, parts: Sequence[Any], roots: Sequence[Any]) -> None:
@@ -75,12 +75,12 @@ class FsdpStage:
 
     @property
     def converts_grads(self) -> bool:
-        """Whether gradients are accumulated over micro-batches in another dtype than they are computed in."""
+        """Whether gradients are accumulated over micro-batches in a dtype other than that of their computation."""
         dtypes = ((p.param_dtype or p.orig_dtype, p.reduce_dtype) for p in self.parameters.values())
         return any(reduced not in (None, computed) for computed, reduced in dtypes)
 
     def unshard(self) -> None:
-        """Start to gather the parameters. The forward of each part waits for its own."""
+        """Start to gather the parameters. The forward of each part waits for its parameters."""
         with channel_errors():
             self._unshard_handles = [part.unshard(async_op=True) for part in self.parts]
 
@@ -91,7 +91,7 @@ class FsdpStage:
         self._unshard_handles = []
 
     def params_with_grad(self) -> set[int]:
-        """The identities of the optimizer's parameters that got a gradient in this run."""
+        """The identities of the sharded parameters that got a gradient in this run."""
         self.wait_unshard()
         for parameter in self.parameters.values():
             parameter.accumulate_unsharded_grad_if_needed()
@@ -115,7 +115,7 @@ class FsdpStage:
         self._set_reduction(False)
 
     def finish_reduction(self) -> None:
-        """Wait until the optimizer's parameters have their gradients."""
+        """Wait until the sharded parameters have their gradients."""
         for root, state in zip(self.roots, self._states, strict=True):
             root.set_is_last_backward(True)
             state._root_post_backward_final_callback()
@@ -128,7 +128,7 @@ class FsdpStage:
             part.reshard()
 
     def reset(self) -> None:
-        """After a run that failed: reshard the parameters without waiting for anything."""
+        """After a failed run: reshard the parameters without waiting for collectives."""
         self._unshard_handles = []
         for group in self.groups:
             group._all_gather_result = None

@@ -1,12 +1,12 @@
-"""Gradients of a stage, summed over its replicas as soon as the step adds nothing more to them.
+"""Sums of a stage's gradients over its replicas, started as soon as the gradients of the step are complete.
 
-    rank 1   … 3W7  REDUCE 3 ─▶ 1B6  1B7  REDUCE 1 ─▶ end of the step: all sums are waited for
-                    └ under way while the rank's other stages compute
+    rank 1   … 3W7  REDUCE 3 ─▶ 1B6  1B7  REDUCE 1 ─▶ end of the step: waits for all sums
+                    └ overlaps with the work of the rank's other stages
 
-Small gradients share buckets; a large one is summed in place. Gradients of weights that live on the host are summed
-there, at the end of the run. A parameter that got no gradient in any replica has none afterwards, as in the plain
-model: replicas also sum which parameters got one. Of a DTensor the local part is summed, which is the same in all
-replicas. ``fully_shard`` reduces the parameters that it has sharded over the replicas itself.
+Small gradients share buckets; a large one is summed in place. Gradients of offloaded weights are summed on the host at
+the end of the run. A parameter without a gradient in all replicas has none afterwards, as in the plain model: replicas
+also sum the number of gradients of each parameter. For a DTensor, the local parts are summed, which cover the same part
+of the tensor in all replicas. ``fully_shard`` itself reduces the parameters that it has sharded over the replicas.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from penstock.engine.stage import ParallelizedStage
 BUCKET = 25 << 20  # bytes
 
 
-# An all-reduce under way of a flat bucket of gradients, or of one gradient in place: its work, the parameters, the
-# bucket if there is one, and the DDP settings whose communication hook reduces it.
+# An all-reduce in progress, of a flat bucket of gradients or of one gradient in place: its work, the parameters, the
+# bucket if there is one, and the DDP settings if their communication hook reduces it.
 _PendingReduction = tuple[Any, list[nn.Parameter], Tensor | None, DdpSettings | None]
 
 
 class GradReducer:
-    """Sums the gradients of this rank's stages over the replicas; without replicas it only aligns their layouts.
+    """Sums the gradients of this rank's stages over the replicas. Without replicas it only aligns their layouts.
 
-    Sums start in descending order of stages, whatever the schedule: replicas may run different numbers of
-    micro-batches, and must start the same collectives in the same order. ``parallel`` has the stages that
-    ``parallelize`` changed.
+    Sums start in descending order of stages for any schedule: replicas may run different numbers of micro-batches, and
+    must start the same collectives in the same order. ``parallel`` has the stages that ``parallelize`` changed.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class GradReducer:
         self.bucket = BUCKET
         self.stages: dict[int, list[nn.Parameter]] = {}
         seen: set[int] = set()
-        # A parameter of several stages of this rank is complete with the first of them, whose backward is the last.
+        # A parameter of several stages of this rank is reduced with the first of them, whose backward is the last.
         for stage in sorted(modules):
             own = [p for p in modules[stage].parameters() if id(p) not in seen]
             seen.update(map(id, own))
@@ -75,13 +74,13 @@ class GradReducer:
         self._unstarted = sorted(self.stages)
 
     def ready(self, stage: int) -> None:
-        """The step adds nothing more to this stage's gradients."""
+        """Report that this stage's gradients of the step are complete; start the sums that are next in order."""
         self._ready.add(stage)
         while self._unstarted and self._unstarted[-1] in self._ready:
             self._start(self._unstarted.pop())
 
     def finish(self) -> None:
-        """Wait for all sums: afterwards every gradient is the sum over the replicas."""
+        """Wait for all sums. Afterwards every gradient is the sum over the replicas."""
         for stage in reversed(self._unstarted.copy()):  # a replica without samples ran no program
             self.ready(stage)
         with torch.no_grad():
@@ -100,7 +99,7 @@ class GradReducer:
                 for parameter in self.stages[stage]:
                     if id(parameter) in sharded.parameters and id(parameter) not in got_grad:
                         parameter.grad = None
-            # Sparse gradients of embeddings stay sparse: their few rows are gathered as they are.
+            # Sparse gradients of embeddings stay sparse: replicas gather their rows.
             for parameter in (p for stage in sorted(self.stages) for p in self.stages[stage]):
                 if self.replicas is not None and id(parameter) in self.sparse and id(parameter) in got_grad:
                     grad = None if parameter.grad is None else parameter.grad.detach().cpu()
@@ -130,13 +129,13 @@ class GradReducer:
             self._start_sums([p for p in parameters if id(p) not in self.sparse], self.replicas)
 
     def _overlaps(self, stage: int) -> bool:
-        """Whether FSDP reduces a stage while others compute: not on the CPU, where the process would wait for it."""
+        """Whether FSDP reduces a stage while others compute. On the CPU the process would wait for the reduction."""
         return self.sharded[stage].device.type != "cpu"
 
     def _start_sums(self, parameters: Iterable[nn.Parameter], replicas: ReplicaGroup) -> None:
         kinds: dict[tuple[torch.dtype, torch.device, DdpSettings | None], list[nn.Parameter]] = {}
         for parameter in parameters:
-            # Not the gradient's dtype: the gradient may be missing in one replica.
+            # Not the gradient's dtype, because a replica may have no gradient.
             dtype = torch.float32 if id(parameter) in fp32_sums else parameter.dtype
             ddp = self.ddp.get(id(parameter))
             capacity, hooked = (self.bucket, False) if ddp is None else (ddp.bucket_bytes, bool(ddp.hooks))
@@ -163,7 +162,7 @@ class GradReducer:
         work, parameters, flat, ddp = reduction
         assert self.replicas is not None
         result = self.replicas.wait(work)
-        if ddp is not None:  # a hook gives the mean over the replicas
+        if ddp is not None:  # a hook returns the mean over the replicas
             flat = (result if isinstance(result, Tensor) else result[0]) * self.replicas.count
         if flat is None:
             if id(parameters[0]) not in got_grad:
@@ -188,7 +187,7 @@ def _local_grad(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
 
 
 def _buckets(parameters: Iterable[nn.Parameter], capacity: int) -> list[list[nn.Parameter]]:
-    """Consecutive parameters with up to ``capacity`` elements together."""
+    """Groups of consecutive parameters with up to ``capacity`` elements in total."""
     buckets: list[list[nn.Parameter]] = []
     free = 0
     for parameter in parameters:

@@ -1,8 +1,8 @@
-"""Tied parameters: one parameter in several stages, with one copy per place, kept equal.
+"""Tied parameters: one parameter of several stages, with equal copies in several places.
 
     place A   stage 0 ──┐ one tensor for both        each step sums the gradients over the places, and every copy
-              stage 1 ──┘                            gets the sum: with the same optimizer the copies stay
-    place B   stage 3 ─── a copy                     equal, bit for bit
+              stage 1 ──┘                            gets the sum: with the same optimizer, the copies stay
+    place B   stage 3 ─── a copy                     bitwise equal
 
 A place is a device of this process, or a process.
 """
@@ -36,11 +36,11 @@ class Ties:
         raise PlanError("under a mesh each rank's optimizer has that rank's own parameters: use pipe.parameters()")
 
     def sum_grads(self) -> None:
-        """Give every copy the sum of a step's gradients. Those of earlier steps are summed already: see `GradStash`."""
+        """Sum the gradients of a step over all copies. Those of earlier steps are sums already: see `GradStash`."""
         raise NotImplementedError
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
-        """Whether gradient norms count this parameter: of tied copies, the first only."""
+        """Whether gradient norms include this parameter: only the first of several tied copies."""
         raise NotImplementedError
 
 
@@ -52,7 +52,7 @@ class LocalTies(Ties):
         self.align()
 
     def align(self) -> None:
-        """Give all copies the value of the first."""
+        """Copy the value of the first copy to the others."""
         for first, *others in self.copies:
             for other in others:
                 other.data.copy_(first.data)
@@ -112,7 +112,7 @@ class ProcessTies(Ties):
         dense = grad is not None and not grad.is_sparse
         counts = torch.tensor([grad is not None, dense], dtype=torch.float32, device=self.device)
         counting = self.groups[number].allreduce(counts)
-        if not dense:  # the layout of the sum depends on the other ranks' gradients
+        if not dense:  # whether the sum is sparse depends on the other ranks' gradients
             self._wait(number, lambda _: counting)
             num_grads, num_dense = counts.tolist()
             if not num_grads:
@@ -133,7 +133,7 @@ class ProcessTies(Ties):
             self._wait(number, lambda _: counting)
 
     def _collective(self, number: int, tensor: Tensor, start: Callable[[Group, Tensor], Any]) -> None:
-        """Run a collective on the groups' device; offloaded weights and their gradients are copied there and back."""
+        """Run a collective on the device of the groups. Offloaded tensors are copied there and back."""
         on_device = tensor.to(self.device)
         self._wait(number, lambda group: start(group, on_device))
         if on_device is not tensor:
@@ -172,7 +172,7 @@ class ProcessTies(Ties):
 def place_tied_parameters(
     ties: Sequence[Tie], modules: Mapping[int, nn.Module], places: Mapping[int, Hashable]
 ) -> list[list[nn.Parameter]]:
-    """Give every place its own copy of each tied parameter, shared by the place's stages; return each tie's copies.
+    """Create a copy of each tied parameter for every place, shared by the stages there; return the copies of each tie.
 
     ``modules`` and ``places`` have the stages of this process.
     """
@@ -198,7 +198,7 @@ def place_tied_parameters(
 
 
 def _separate_modules(modules: Mapping[int, nn.Module], places: Mapping[int, Hashable]) -> None:
-    """Replace a module that is used in several places by a shallow copy in each place but the first."""
+    """Replace a module that is used in several places by a shallow copy, except in the first place."""
     first_place: dict[int, Hashable] = {}
     for stage in sorted(modules):
         place, copies = places[stage], dict[int, nn.Module]()
@@ -208,7 +208,7 @@ def _separate_modules(modules: Mapping[int, nn.Module], places: Mapping[int, Has
                 continue
             if id(module) not in copies:
                 copied = copies[id(module)] = copy.copy(module)
-                for name in ("_parameters", "_buffers", "_modules"):  # its own dictionaries, to replace members in
+                for name in ("_parameters", "_buffers", "_modules"):  # copied, because members are replaced
                     copied.__dict__[name] = dict(vars(module)[name])
             owner, _, leaf = path.rpartition(".")
             modules[stage].get_submodule(owner)._modules[leaf] = copies[id(module)]

@@ -1,8 +1,8 @@
 """Weight gradients deferred at the op: ``I`` computes input gradients and queues the weight gradients for ``W``.
 
     F   x ──linear──▶ y        the stage's modules run with deferring ops: same values, another autograd node
-    I   gx ◀─ g @ weight ── g  the node computes the input's gradient and queues (x, g): no weight gradient yet
-    W   weight.grad += gᵀ @ x  the queue is run, straight into ``.grad``, and frees x and g as it goes
+    I   gx ◀─ g @ weight ── g  the node computes the gradient of the input and queues (x, g)
+    W   weight.grad += gᵀ @ x  the queue adds the weight gradients directly to ``.grad``, and frees x and g
 
 A stage has one ``WeightGradRecorder``, and one ``WeightGradQueue`` per micro-batch in flight:
 
@@ -14,13 +14,13 @@ A stage has one ``WeightGradRecorder``, and one ``WeightGradQueue`` per micro-ba
         torch.autograd.backward(output, grad)
     queue.run()                      # W
 
-Modules of the common types get a deferring ``forward`` in their instance dictionary during F, which costs nothing
-elsewhere. Other modules with parameters of their own (attention, convolutions, the user's) run under a torch-function
-mode that sees every op in them. A mode over the whole forward would be simpler, but costs a microsecond for each op
-and each ``x.shape``: a third of the host time of a small forward.
+Modules of the common types get a deferring ``forward`` in their instance dictionary during F, with no cost outside of
+F. Other modules with parameters (attention, convolutions, user-defined ones) run under a torch-function mode that
+intercepts every op in them. A mode over the whole forward would be simpler, but costs a microsecond for each op and
+each ``x.shape``: a third of the host time of a small forward.
 
-Everything else (another op, a parameter with hooks, a checkpointed block) is left to autograd, which computes its
-gradients in ``I``.
+In all other cases (another op, a parameter with hooks, a checkpointed block) autograd computes the weight gradients in
+``I``.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ __all__ = ["WeightGradQueue", "WeightGradRecorder", "defer_weight_grad", "make_r
 
 
 def make_recorder(module: nn.Module, shared: Iterable[Tensor] = (), *, defer: bool = True) -> WeightGradRecorder:
-    """A recorder with a deferring ``forward`` for each module that uses parameters of its own.
+    """A recorder with a deferring ``forward`` for each module that has parameters.
 
-    ``shared`` are parameters that stages in other threads use, too. Without ``defer`` each backward computes all
+    ``shared`` are parameters that stages in other threads use too. Without ``defer``, each backward computes all
     gradients.
     """
-    # DDP and FSDP take each gradient when autograd accumulates it: nothing can be deferred. In a stage that Pipeline
-    # parallelized they do not: DDP's wrapper is removed, and during a step FSDP's parameters are plain tensors.
+    # DDP and FSDP process each gradient when autograd accumulates it, so nothing can be deferred. This does not apply
+    # to stages parallelized by Pipeline: DDP's wrapper is removed, and FSDP's parameters are plain tensors in a step.
     managed = any(isinstance(part, nn.parallel.DistributedDataParallel) for part in module.modules())
     if not defer or managed or any(is_dtensor(parameter) for parameter in module.parameters()):
         return WeightGradRecorder([], shared)
@@ -66,7 +66,7 @@ def make_recorder(module: nn.Module, shared: Iterable[Tensor] = (), *, defer: bo
             forwards.append((part.__dict__, linear_forward(part)))
         elif type(part) in _ARGUMENTS:
             forwards.append((part.__dict__, _deferring_forward(part)))
-        # A module of another type, if it may call an op that is worth deferring.
+        # A module of another type that may call an op that is worth deferring.
         elif isinstance(part, nn.GroupNorm) or any(
             type(p) is nn.Parameter and p.dim() > 1 for p in part._parameters.values()
         ):
@@ -75,7 +75,7 @@ def make_recorder(module: nn.Module, shared: Iterable[Tensor] = (), *, defer: bo
 
 
 def _eager_modules(module: nn.Module, seen: set[int] | None = None) -> Iterable[nn.Module]:
-    """The modules that Python runs: a compiled or scripted one has a compiled backward, too."""
+    """The modules that are neither compiled nor scripted. The backward of others is compiled too."""
     seen = set() if seen is None else seen
     if id(module) in seen or isinstance(module, torch.jit.ScriptModule):
         return
@@ -116,7 +116,7 @@ def _forward_under_mode(module: nn.Module) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if is_compiling() or (queue := active.recording) is None:
             return plain(module, *args, **kwargs)
-        active.recording = None  # the mode sees the ops of modules inside this one
+        active.recording = None  # the mode intercepts the ops of submodules too
         try:
             with _DeferMode(queue):
                 return plain(module, *args, **kwargs)
@@ -143,8 +143,8 @@ class _DeferMode(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
-# A torch function written in Python calls the mode for itself and then runs with the mode off, which would hide the
-# linears in this one. A copy that does not look for modes runs with the mode on.
+# A torch function written in Python calls the mode for itself, and then runs without the mode, which would not
+# intercept its linears. A copy whose ``has_torch_function`` returns False runs under the mode.
 _attention = FunctionType(
     F.multi_head_attention_forward.__code__,
     {**F.__dict__, "has_torch_function": lambda _: False},

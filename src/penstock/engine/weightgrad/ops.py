@@ -1,8 +1,8 @@
 """Ops whose weight gradients can be deferred: ``linear``, products with a weight, convolutions, norms, ``embedding``.
 
-Each kind of op has a rule: its forward, the gradient of its input for I, and the work for W. One autograd node runs
-them all. The functions in ``OPS`` have the arguments of the torch functions they replace, after a queue; where
-nothing can be deferred they call these.
+Each kind of op has a rule: its forward, the gradient of its input for I, and the work for W. One autograd function
+implements all of them. The functions in ``OPS`` take a queue and the arguments of the torch functions that they
+replace. They call the torch function if nothing can be deferred.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from penstock.errors import PipelineError
 
 _linear, _addmm, _matmul, _mm, _convolution = F.linear, torch.addmm, torch.matmul, torch.mm, torch.convolution
 _aten = torch.ops.aten
-_SMALL = 1 << 22  # elements under which, on a CPU, a product with ones is as quick as a sum, and precise enough
-_LARGE, _LARGE_ON_CUDA = 1 << 20, 1 << 24  # elements of a norm whose weight gradient takes longer than the node costs
+_SMALL = 1 << 22  # below this number of elements, on a CPU, a product with ones is as fast as a sum and precise enough
+_LARGE, _LARGE_ON_CUDA = 1 << 20, 1 << 24  # elements from which a norm's weight gradient takes longer than its node
 _Options = tuple[Any, ...]
 _DeferringFunction = Callable[..., Tensor]  # a queue, then the arguments of a torch function
 
@@ -58,12 +58,12 @@ class _Rule(NamedTuple):
     autocast: bool
 
 
-# One entry of the queue: the rule, x and its version, g and its version, weight, bias, statistics, options, recorder.
+# An entry of the queue: the rule, x and its version, g and its version, weight, bias, statistics, options, recorder.
 _Entry = tuple[_Rule, Tensor, int, Tensor, int, Tensor, Tensor | None, tuple[Tensor, ...], _Options, WeightGradRecorder]
 
 
 class _DeferringOp(Function):
-    """The second and third inputs are there only for their edges to the parameters."""
+    """The second and third inputs serve only for the gradient edges to the parameters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _w: Tensor | None, _b: Tensor | None, spec: tuple[Any, ...]) -> Tensor:
@@ -75,7 +75,7 @@ class _DeferringOp(Function):
             ctx.save_for_backward(x, weight if wants else None, *statistics)
         else:
             ctx.save_for_backward(x, weight if wants else None)
-        # A node's output that is a view could not be changed in place.
+        # If the output of a node is a view, it cannot be changed in place.
         return unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
@@ -96,9 +96,9 @@ class _DeferringOp(Function):
 
 
 def _backward_in_forward(ctx: Any, g: Tensor, x: Tensor) -> list[Tensor | None]:
-    """All gradients of a node in a backward that is not an I: autograd was called inside a stage's forward.
+    """All gradients of a node in a backward that is not an I, because autograd was called in a stage's forward.
 
-    Parameters have edges only while the recorder keeps them.
+    Parameters have gradient edges only while the recorder keeps them.
     """
     queue, rule, weight, bias, used, _, _, options = ctx.spec
     inputs = list(zip((x, weight, bias), ctx.needs_input_grad, strict=False))
@@ -118,7 +118,7 @@ def _backward_in_forward(ctx: Any, g: Tensor, x: Tensor) -> list[Tensor | None]:
 
 
 class _DeferringLinear(_DeferringOp):
-    """The forward of ``_DeferringOp`` for ``linear`` alone, which takes 2 % less of a small forward."""
+    """The forward of ``_DeferringOp`` for ``linear`` only, which saves 2 % of a small forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _w: Tensor | None, _b: Tensor | None, spec: tuple[Any, ...]) -> Tensor:
@@ -146,7 +146,7 @@ def _apply(
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype in which autocast runs matrix products, if it is on for the device of ``x``."""
+    """The dtype in which autocast runs matrix products, if it is enabled for the device of ``x``."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -156,7 +156,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cast_cached(queue: WeightGradQueue, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """A parameter as autocast casts it: once per forward, as its cache does."""
+    """A parameter as autocast casts it, once per forward, like autocast's cache."""
     cached = queue.casts.get(id(parameter))
     if cached is None or cached[1] != parameter._version or cached[2].dtype is not dtype:
         cached = parameter, parameter._version, _cast(parameter.detach(), dtype)
@@ -174,7 +174,7 @@ def linear(queue: WeightGradQueue, input: Tensor, weight: Tensor, bias: Tensor |
 
 
 def linear_forward(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """A ``forward`` for a linear, where most of a stage's time goes: the common case first, with the fewest calls."""
+    """A ``forward`` for ``nn.Linear``, optimised for its most common case because most ops of a stage are linears."""
     parameters, plain = module._parameters, nn.Linear.forward
     known = module.weight if type(module.weight) is nn.Parameter else None
     known_bias = module.bias if type(module.bias) is nn.Parameter else None
@@ -255,7 +255,7 @@ def _product_work(entry: _Entry) -> None:
 
 
 def _ones(g: Tensor, recorder: WeightGradRecorder) -> Tensor:
-    """A vector of ones, one per row of ``g``. The recorder keeps it: like its stage, it works on one stream."""
+    """A vector of ones, one per row of ``g``. The recorder caches it, because its stage works on one stream."""
     key = g.shape[0], g.dtype, g.device
     ones = recorder.ones.get(key)
     if ones is None:
@@ -362,7 +362,7 @@ def _deferring_conv(plain: Callable[..., Tensor], dims: int, options_of: Callabl
                 padding = [n // 2 for n in total]
         elif padding == "valid":
             padding = 0
-        # Where the shapes do not fit the plain op raises the error, and only it pads two sides differently.
+        # If the shapes do not fit, the plain op raises the error. Only the plain op pads two sides differently.
         fits = weight.dim() == dims + 2 and dims < input.dim() <= dims + 2 and not isinstance(padding, str)
         if not fits or not defers(input, weight, bias):
             return plain(input, weight, bias, *args, **kwargs)
@@ -398,7 +398,7 @@ def _group_norm(
 ) -> Tensor:
     if weight is not None and worth_deferring(input, weight) and defers(input, weight, bias):
         shape = input.shape
-        # The plain op keeps the layout of channels-last inputs, and raises for too few values.
+        # The plain op keeps the layout of channels-last inputs, and raises an error for too few values.
         if len(shape) > 1 and input.is_contiguous() and shape.numel() != num_groups:
             options = shape[0], shape[1], prod(shape[2:]), num_groups, eps
             return _apply(queue, _GROUP_NORM, input, weight, bias, options)
@@ -417,7 +417,7 @@ def rms_norm(
         return F.rms_norm(input, normalized_shape, weight, eps)
     if input.is_cuda:
         return _apply(queue, _RMS_NORM, input, weight, None, (normalized_shape, eps))
-    # Elsewhere the op is composite, in at least float32: do the same, with the product with the weight deferred.
+    # On other devices the op is composite, in at least float32. Do the same, and defer the product with the weight.
     dtype = input.dtype
     wide = input.float() if dtype.itemsize < 4 else input
     normal = F.rms_norm(wide, normalized_shape, None, eps)
@@ -425,9 +425,9 @@ def rms_norm(
 
 
 def worth_deferring(x: Tensor, weight: Tensor) -> bool:
-    """Whether the weight gradient of a norm takes longer than its node costs.
+    """Whether the weight gradient of a norm takes longer than the overhead of its node.
 
-    Mixed dtypes, and dtypes that autocast may change, are left to the plain op.
+    Mixed dtypes, and dtypes that autocast may change, use the plain op.
     """
     large = x.numel() >= (_LARGE_ON_CUDA if x.is_cuda else _LARGE)
     return large and x.dtype is weight.dtype and (x.dtype.itemsize >= 4 or _autocast_dtype(x) is None)
@@ -446,7 +446,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Its input has no gradient, so its whole backward is W."""
+    """The input has no gradient, so the whole backward is W."""
     rows = weight.shape[0]
     in_range = padding_idx is None or -rows <= padding_idx < rows
     if max_norm is None and not sparse and in_range and defers(input, weight):  # max_norm changes the weight
@@ -462,7 +462,7 @@ def _embedding_work(entry: _Entry) -> None:
     grad, shared = weight.grad, recorder.shared
     in_use = shared and id(weight) in shared
     if grad is None or in_use or scale or not g.is_cpu or grad.is_sparse or grad.dtype is not g.dtype:
-        # On CUDA: the plain backward, which sums by sorted rows. index_add_ there has no fixed order.
+        # On CUDA: the plain backward, which sums in the order of sorted rows. index_add_ is not deterministic there.
         value = _aten.embedding_dense_backward.default(g, indices, weight.shape[0], padding, scale)
         accumulate(weight, value, shared)
         return
@@ -470,7 +470,7 @@ def _embedding_work(entry: _Entry) -> None:
     if padding >= 0:
         kept = indices != padding
         indices, g = indices[kept], g[kept]
-    grad.index_add_(0, indices, g)  # touches only the rows in use
+    grad.index_add_(0, indices, g)  # changes only the rows in use
 
 
 _EMBEDDING = _Rule(

@@ -22,12 +22,12 @@ is_compiling = torch.compiler.is_compiling
 is_grad_enabled = torch.is_grad_enabled
 _TENSORS = frozenset({Tensor, Parameter})
 
-# The queue of each backward that is an I, by autograd's number of it: autograd's device threads know no other identity.
+# The queue of each backward that is an I, by autograd's id of the backward, which is available in its device threads.
 _graph_tasks: dict[int, WeightGradQueue] = {}
 
 
 class _ActiveQueues(threading.local):
-    """The queues of this thread's F and I. Two threads may run one module at the same time."""
+    """The queues of the F and the I that this thread runs. Two threads may run one module at the same time."""
 
     recording: WeightGradQueue | None = None
     deferring: WeightGradQueue | None = None
@@ -37,18 +37,18 @@ active = _ActiveQueues()
 
 
 class WeightGradRecorder:
-    """A stage's module whose forward can be recorded; ``make_recorder`` makes it. A stage runs in one thread at a time.
+    """Installs the deferring ``forward`` methods of a stage's modules. A stage runs in one thread at a time.
 
-    ``forwards`` are pairs of a module's dictionary and the deferring ``forward`` that is put there during F.
-    ``shared`` are parameters that stages in other threads use, too.
+    ``forwards`` are pairs of a module's dictionary and the deferring ``forward`` that is set there during F.
+    ``shared`` are parameters that stages in other threads use too.
     """
 
     def __init__(
         self, forwards: Sequence[tuple[dict[str, Any], Callable[..., Any]]], shared: Iterable[Tensor] = ()
     ) -> None:
         self.shared = frozenset(map(id, shared))
-        # Until one forward has been seen not to call autograd itself, nodes keep their edges to the parameters,
-        # so that such a call is correct. The edges cost a sixth of I.
+        # Until one forward has not called autograd itself, nodes keep their edges to the parameters, so that such a
+        # call is correct. The edges take a sixth of the time of I.
         self.keeps_edges = True
         self.autograd_in_forward = False
         self.ones: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}  # vectors for sums over rows
@@ -56,38 +56,38 @@ class WeightGradRecorder:
 
 
 class WeightGradQueue:
-    """The weight-gradient work of one micro-batch of one stage. Empty after ``W``, and ready for the next micro-batch.
+    """The weight-gradient work of one micro-batch of one stage. After ``W`` it is empty and can be reused.
 
-    Tensors in the queue (inputs of the stage's ops and their outputs' gradients) must not be changed between ``I``
-    and ``W``: ``run`` raises if one was.
+    Tensors in the queue (inputs of ops, and gradients of their outputs) must not be changed between ``I`` and ``W``:
+    ``run`` raises an error if one was.
     """
 
     __slots__ = ("_deferring", "_recording", "casts", "entries", "keeps_edges", "open", "recorder")
 
     def __init__(self, recorder: WeightGradRecorder) -> None:
         self.recorder = recorder
-        self.keeps_edges = True  # as the recorder's was when F began
-        self.entries: list[tuple[Callable[[Any], None], tuple[Any, ...]]] = []  # functions, and their argument
+        self.keeps_edges = True  # the recorder's value at the start of F
+        self.entries: list[tuple[Callable[[Any], None], tuple[Any, ...]]] = []  # functions, each with its argument
         self.open = False  # I is running: the nodes of this micro-batch may queue their work
         self.casts: dict[int, tuple[Tensor, int, Tensor]] = {}  # parameters cast by autocast, during F
         self._recording = _RecordingContext(self)
         self._deferring = _DeferringContext(self)
 
     def recording(self) -> AbstractContextManager[None]:
-        """Around F: the ops of the stage's module defer to this queue. No effect where grad mode is off."""
+        """A context for F: the ops of the stage's module defer to this queue. No effect without grad mode."""
         return self._recording
 
     def deferring(self, roots: Sequence[GradientEdge] = ()) -> AbstractContextManager[None]:
-        """Around I: a backward in here queues weight gradients.
+        """A context for I: a backward inside it queues weight gradients.
 
-        On a device other than the CPU pass the ``roots`` of the backward: ``defer_weight_grad`` is called in one of
-        autograd's threads there, and finds the queue by the backward that the roots begin.
+        On a device other than the CPU, pass the ``roots`` of the backward: ``defer_weight_grad`` is then called in a
+        thread of autograd, and finds the queue by the id of the backward.
         """
         self._deferring.roots = roots
         return self._deferring
 
     def run(self) -> None:
-        """W: do the queued work in order, into ``param.grad``, and free its tensors."""
+        """W: run the queued work in order, add the gradients to ``param.grad``, and free the tensors."""
         entries = self.entries
         if not entries:
             return
@@ -103,7 +103,7 @@ class WeightGradQueue:
             entries.clear()
 
     def clear(self) -> None:
-        """Drop the work of a step that failed."""
+        """Drop the work of a failed step."""
         self.entries.clear()
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class WeightGradQueue:
 
 @dataclass(slots=True, eq=False)
 class _RecordingContext(AbstractContextManager[None]):
-    """Made once per queue, entered once per micro-batch."""
+    """Created once per queue, entered once per micro-batch."""
 
     queue: WeightGradQueue
     entered: bool = False
@@ -124,7 +124,7 @@ class _RecordingContext(AbstractContextManager[None]):
         active.recording = self.queue
         self.queue.keeps_edges = self.queue.recorder.keeps_edges
         for dictionary, forward in self.queue.recorder.forwards:
-            # A forward that is there already stays: the user's, or that of a thread with the same module.
+            # Keep an existing forward: the user's, or that of another thread that runs the module.
             dictionary.setdefault("forward", forward)
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -144,7 +144,7 @@ class _RecordingContext(AbstractContextManager[None]):
 
 @dataclass(slots=True, eq=False)
 class _DeferringContext(AbstractContextManager[None]):
-    """Made once per queue, entered once per micro-batch."""
+    """Created once per queue, entered once per micro-batch."""
 
     queue: WeightGradQueue
     roots: Sequence[GradientEdge] = ()
@@ -176,12 +176,12 @@ class _DeferringContext(AbstractContextManager[None]):
 
 
 def defers(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool:
-    """Whether the gradients of ``weight`` and ``bias`` in an op on ``x`` can wait for ``W``.
+    """Whether the gradients of ``weight`` and ``bias`` of an op on ``x`` can be deferred to ``W``.
 
-    Called for each op of every forward, therefore one flat expression. A frozen bias does not matter.
+    One flat expression, because it is evaluated for each op of every forward. A frozen bias is allowed.
     """
     return (
-        not is_compiling()  # torch.compile traces this code, and compiles a backward of its own
+        not is_compiling()  # torch.compile traces this code, and compiles the backward
         and type(weight) is Parameter
         and weight.requires_grad
         and not weight._backward_hooks
@@ -202,7 +202,7 @@ def defers(x: Tensor, weight: Tensor | None, bias: Tensor | None = None) -> bool
 
 
 def foreign_hooks() -> bool:
-    """Whether saved tensors go to hooks other than the offload's, such as a checkpoint's, which runs the op again."""
+    """Whether saved-tensor hooks other than the offload's are active, such as those of a checkpoint."""
     top = top_saved_tensors_hooks(True)
     return top is not None and type(top[0]) is not PackHook
 
@@ -211,19 +211,18 @@ def foreign_hooks() -> bool:
 
 
 def accumulate(parameter: Tensor, value: Tensor, shared: frozenset[int]) -> None:
-    """Add a fresh tensor to ``parameter.grad``; it may become ``parameter.grad``."""
+    """Add a new tensor to ``parameter.grad``. The tensor may become ``parameter.grad``."""
     if value.dtype is not parameter.dtype:
         value = value.to(parameter.dtype)
     if fp32_sums and id(parameter) in fp32_sums and fp32_sums[id(parameter)](value):
         return
     grad = parameter.grad
     if shared and id(parameter) in shared:
-        # Another thread may accumulate at the same time, in its W or by autograd in its I: autograd takes the lock of
-        # this node, too.
+        # Another thread may accumulate at the same time, in W or by autograd in I. Both take the lock of this node.
         node: Any = get_gradient_edge(parameter).node
         node(value)
     elif grad is None:
-        if value.stride() != parameter.stride():  # a gradient has its parameter's layout, as autograd's would
+        if value.stride() != parameter.stride():  # like autograd, use the parameter's layout
             value = torch.empty_like(parameter).copy_(value)
         parameter.grad = value
     elif grad.is_sparse and not value.is_sparse:
@@ -241,9 +240,9 @@ def modified_error(parameter: Tensor) -> RuntimeError:
 
 
 def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor | None]) -> Tensor | None:
-    """Defer a weight gradient in the ``backward`` of your own ``autograd.Function``.
+    """Defer a weight gradient in the ``backward`` of an ``autograd.Function``.
 
-    In a stage whose backward is split, ``compute`` is called later, in ``W``; anywhere else, at once:
+    In a stage whose backward is split, ``compute`` is called later, in ``W``. Otherwise it is called at once:
 
         def backward(ctx, g):
             x, w = ctx.saved_tensors
@@ -259,7 +258,7 @@ def defer_weight_grad(parameter: Tensor, compute: Callable[[], Tensor | None]) -
         and not parameter._post_accumulate_grad_hooks
         and parameter.is_floating_point()
     )
-    # With grad mode on, a graph of the gradient is wanted.
+    # In grad mode, the caller wants a graph of the gradient.
     if queue is None or not deferrable or torch.is_grad_enabled():
         return compute()
     queue.entries.append((_compute_and_accumulate, (parameter, compute, queue.recorder.shared)))
@@ -274,5 +273,5 @@ def _compute_and_accumulate(entry: tuple[Tensor, Callable[[], Tensor | None], fr
     if value.shape != parameter.shape:
         value = value.sum_to_size(parameter.shape)
     if parameter.grad is None:
-        value = value.clone()  # it may be a view of something else
+        value = value.clone()  # it may be a view of another tensor
     accumulate(parameter, value, shared)
