@@ -254,6 +254,12 @@ def test_a_full_disk_is_an_error_on_every_rank(tmp_path: Path, two: Ranks) -> No
         assert "run cannot be written: on rank 1, OSError: [Errno 28] No space left on device" in text
 
 
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ps.CheckpointError, match=r"the checkpoint .*file/run cannot be written: .*Not a directory"):
+        ps.save(tmp_path / "file" / "run", torch.nn.Linear(1, 1))
+
+
 def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
     model = mlp()
     ps.save(tmp_path, model)

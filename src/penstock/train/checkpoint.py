@@ -122,7 +122,10 @@ def save(
             }
         write_checkpoint(path, tensors, content, group)
 
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {path} cannot be written: {error}") from error
     if asynchronous:
         return PendingSave(write)
     write()
