@@ -161,8 +161,8 @@ def _on_rank(rank: int, data: int) -> None:
 
 
 @pytest.mark.parametrize("data", [1, 2])
-def test_many_micro_batches_are_as_one_over_processes(data: int, two_ranks: Ranks, four_ranks: Ranks) -> None:
-    (two_ranks if data == 1 else four_ranks).check(_on_rank, data)
+def test_many_micro_batches_are_as_one_over_processes(data: int, two: Ranks, four: Ranks) -> None:
+    (two if data == 1 else four).check(_on_rank, data)
 
 
 # ── half precision ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -116,15 +116,15 @@ def on_rank_interleaved(rank: int, sizes: dict[str, int], *args: Any) -> list[fl
 
 
 def test_a_run_moves_between_stages_replicas_threads_processes_and_the_plain_model(
-    tmp_path: Path, two_ranks: Ranks, four_ranks: Ranks
+    tmp_path: Path, two: Ranks, four: Ranks
 ) -> None:
     legs = [
         lambda at: pipeline_leg(tmp_path, at, 0.0, 1, 2),
-        lambda at: four_ranks.check(on_rank, {"pipe": 4}, tmp_path, at, 0.0, 4, 2)[0],
-        lambda at: two_ranks.check(on_rank_interleaved, {"pipe": 2}, tmp_path, at, 0.0, 8, 2)[1],
+        lambda at: four.check(on_rank, {"pipe": 4}, tmp_path, at, 0.0, 4, 2)[0],
+        lambda at: two.check(on_rank_interleaved, {"pipe": 2}, tmp_path, at, 0.0, 8, 2)[1],
         lambda at: plain_leg(tmp_path, at, STEPS),
         lambda at: pipeline_leg(tmp_path, at, 0.0, 3, 4, schedule="zb_h1"),
-        lambda at: four_ranks.check(on_rank, {"data": 2, "pipe": 2}, tmp_path, at, 0.0, 2, 2)[3],
+        lambda at: four.check(on_rank, {"data": 2, "pipe": 2}, tmp_path, at, 0.0, 2, 2)[3],
         lambda at: pipeline_leg(tmp_path, at, 0.0, 4, 2, schedule="zbv", devices=["cpu"] * 2),
     ]
     losses = [loss for number, leg in enumerate(legs) for loss in leg(number * STEPS)]
@@ -133,11 +133,11 @@ def test_a_run_moves_between_stages_replicas_threads_processes_and_the_plain_mod
     assert [path.name for path in ps.Checkpoints(tmp_path).paths()] == ["step-00000014", "step-00000012"]
 
 
-def test_seeded_dropout_goes_on_after_a_move(tmp_path: Path, two_ranks: Ranks) -> None:
+def test_seeded_dropout_goes_on_after_a_move(tmp_path: Path, two: Ranks) -> None:
     legs = [
         lambda folder, at: pipeline_leg(folder, at, 0.3, 2, 2),
-        lambda folder, at: two_ranks.check(on_rank, {"pipe": 2}, folder, at, 0.3, 2, 2)[0],
-        lambda folder, at: two_ranks.check(on_rank, {"data": 2, "pipe": 1}, folder, at, 0.3, 1, 1)[0],
+        lambda folder, at: two.check(on_rank, {"pipe": 2}, folder, at, 0.3, 2, 2)[0],
+        lambda folder, at: two.check(on_rank, {"data": 2, "pipe": 1}, folder, at, 0.3, 1, 1)[0],
     ]
     losses = [loss for number, leg in enumerate(legs) for loss in leg(tmp_path / "moved", number * STEPS)]
     stayed = [loss for number in range(len(legs)) for loss in legs[0](tmp_path / "stayed", number * STEPS)]
