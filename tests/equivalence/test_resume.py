@@ -67,7 +67,7 @@ def pipeline_leg(
     **options: Any,
 ) -> list[float]:
     """Two steps of a pipeline, from the checkpoint of the step before, and a checkpoint of the step after."""
-    plan = ps.split(model(dropout), blocks="layers", stages=stages)
+    plan = ps.split(model(dropout), blocks="layers", stages=stages, sample=batch(0)[0], balance="parameters")
     with ps.Pipeline(plan, F.cross_entropy, microbatches=microbatches, seed=7, mesh=mesh, **options) as pipe:
         optimizer, scheduler = optimizer_of(pipe.named_parameters())
         checkpoints = ps.Checkpoints(folder, every=STEPS, keep=2)
@@ -147,7 +147,7 @@ def test_seeded_dropout_goes_on_after_a_move(tmp_path: Path, two: Ranks) -> None
 def test_a_resumed_run_is_bit_equal_where_the_arithmetic_is_the_same(tmp_path: Path) -> None:
     """In one stage: threads of several stages add the gradients of a tied parameter in no fixed order."""
     losses = [loss for number in range(3) for loss in pipeline_leg(tmp_path / "a", number * STEPS, 0.3, 1, 4)]
-    plan = ps.split(model(0.3), blocks="layers", stages=1)
+    plan = ps.split(model(0.3), blocks="layers", stages=1, sample=batch(0)[0], balance="parameters")
     with ps.Pipeline(plan, F.cross_entropy, microbatches=4, seed=7) as pipe:
         optimizer, scheduler = optimizer_of(pipe.named_parameters())
         for step in range(3 * STEPS):
