@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.support.fork_python import fork_python
 from tests.support.ranks import forkserver_context, free_port
 
@@ -90,6 +92,7 @@ def run_processes(function: Callable[..., Any], n: int, *args: Any, timeout: flo
 
 def _run(function: Callable[..., Any], rank: int, environment: dict[str, str], log: str, args: Any) -> None:
     os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch has been imported already
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
