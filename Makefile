@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Without bytecode files every process that a test starts would compile Penstock, and every run all tests.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo check test test-torch browser bench docs lint clean
+.PHONY: demo check fast test test-torch browser bench docs lint clean
 
 # What builds the package comes first: without isolation, pip builds it with what is in the environment.
 $(READY): pyproject.toml constraints.txt
@@ -23,8 +23,11 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-# Lint, types and the tests that start no other processes.
-check: lint
+# Lint, types and the tests that start no other processes, at once: types take one core.
+check: $(READY)
+	@$(MAKE) --no-print-directory -j2 lint fast
+
+fast: $(READY)
 	$(PY) -m pytest -n 2 --dist worksteal -q -m 'not processes and not slow and not cuda'
 
 # The report's page is tested in a browser; where none can be installed, those tests say that they were skipped. The site

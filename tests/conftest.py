@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Ranks
 
 # torch resolves the host name of every process that connects to its store. Without a DNS server that takes seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
@@ -25,12 +30,42 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+# Rank processes that all files share: started when first needed, paused after each file, killed at the end.
+
+
+def _ranks(n: int) -> Iterator[Ranks]:
+    from tests.support.ranks import start_ranks
+
+    with start_ranks(n) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[Ranks]:
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="session")
+def three() -> Iterator[Ranks]:
+    yield from _ranks(3)
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Ranks]:
+    yield from _ranks(4)
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if (nextitem is None or nextitem.path != item.path) and "tests.support.ranks" in sys.modules:
+        sys.modules["tests.support.ranks"].pause_all()
+
+
 def pytest_collection_finish() -> None:
     """Exclude modules and tests from garbage collection."""
     gc.freeze()
 
 
-_FIXTURES = {"two", "three", "four", "two_ranks", "four_ranks", "browser"}  # processes that several tests share
+_FIXTURES = {"two", "three", "four", "browser"}  # processes that several tests share
 _STARTERS = {
     "subprocess",
     "multiprocessing",

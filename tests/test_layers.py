@@ -27,16 +27,16 @@ def modules() -> dict[str, Path]:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def import_nodes(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
     """The package's modules that a file imports: at run time, inside functions, or for types."""
-    for node in ast.walk(parsed(path)):
+    for node in import_nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "penstock":
+        elif (node.module or "").split(".")[0] == "penstock":
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 yield full if full in known else node.module or ""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.train.checkpoint import PREEMPTED
-from tests.support.programs import DEADLINE, environment, forked_python, free_port, python, run, wait_until
+from tests.support.programs import DEADLINE, environment, forked_python, free_port, run, wait_until
 from tests.support.programs import _start_all as start_all
 
 pytestmark = pytest.mark.slow
@@ -21,19 +21,30 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "resume.py"
 
 
 def penstock(*arguments: object) -> list[str]:
-    return python("-m", "penstock", "run", *arguments)
+    return forked_python("-m", "penstock", "run", *arguments)
 
 
-def children(pid: int) -> list[int]:
-    status = {int(path.parent.name): path.read_text() for path in Path("/proc").glob("[0-9]*/stat")}
-    return [child for child, text in status.items() if text.rpartition(")")[2].split()[1] == str(pid)]
+def ranks_of(folder: Path) -> list[int]:
+    """The processes that ``penstock run`` has started for the example with this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if str(folder).encode() in words and any(word.endswith(b"run_worker.py") for word in words):
+                found.append(int(path.parent.name))
+    return found
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = run(forked_python(EXAMPLE, folder, "--stages", 3, "--pause", 0), environment())
+    done = run(forked_python(EXAMPLE, folder, "--stages", 3, "--pause", 0), alone())
     return [line for line in done.stdout.splitlines() if line.startswith("step")]
+
+
+def alone() -> dict[str, str]:
+    """Without ``penstock run``, which sets the number of threads: those of OpenMP spin while they wait."""
+    return environment(OMP_NUM_THREADS="1")
 
 
 @contextmanager
@@ -44,7 +55,7 @@ def started(folder: Path, *commands: list[str]) -> Iterator[list[Any]]:
         name = f"{len(list(folder.glob('*.out')))}"
         (folder / f"{name}.out").touch()
         line = " ".join(f"'{word}'" for word in command)
-        programs.append((["sh", "-c", f"exec {line} > {folder}/{name}.out 2> {folder}/{name}.err"], environment()))
+        programs.append((["sh", "-c", f"exec {line} > {folder}/{name}.out 2> {folder}/{name}.err"], alone()))
     with start_all(programs, None) as processes:
         yield processes
 
@@ -69,7 +80,8 @@ def assert_same_losses(folder: Path, undisturbed: list[str]) -> None:
 
 def test_a_killed_and_a_preempted_run_are_resumed_on_other_stages(tmp_path: Path, undisturbed: list[str]) -> None:
     run_folder = tmp_path / "run"
-    with started(tmp_path, python(EXAMPLE, run_folder, "--stages", 3)) as (process,):
+    # Half a second for a step: from the eighth on there is a second to kill it before it saves the tenth.
+    with started(tmp_path, forked_python(EXAMPLE, run_folder, "--stages", 3, "--pause", 0.5)) as (process,):
         wait_until(lambda: has(tmp_path, "step 8 "), "the first run does not start")
         process.kill()
     with started(tmp_path, penstock("--stages", 2, EXAMPLE, run_folder)) as (process,):
@@ -77,7 +89,7 @@ def test_a_killed_and_a_preempted_run_are_resumed_on_other_stages(tmp_path: Path
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE) == PREEMPTED
         assert "preempted: the checkpoint of step" in errors(tmp_path)
-    done = run(forked_python(EXAMPLE, run_folder, "--stages", 5, "--pause", 0), environment())
+    done = run(forked_python(EXAMPLE, run_folder, "--stages", 5, "--pause", 0), alone())
     (tmp_path / "last.out").write_text(done.stdout)
     assert has(tmp_path, "2 stages, from step 5")
     assert done.stdout.startswith("5 stages, from step 1")
@@ -85,10 +97,10 @@ def test_a_killed_and_a_preempted_run_are_resumed_on_other_stages(tmp_path: Path
 
 
 def test_ranks_are_started_again_after_a_failure(tmp_path: Path, undisturbed: list[str]) -> None:
-    command = penstock("--elastic", "--stages", 2, "--max-restarts", 3, EXAMPLE, tmp_path / "run")
+    command = penstock("--elastic", "--stages", 2, "--max-restarts", 3, EXAMPLE, tmp_path / "run", "--pause", 0.2)
     with started(tmp_path, command) as (process,):
         wait_until(lambda: has(tmp_path, "step 12 "), "the run does not start")
-        os.kill(children(process.pid)[-1], signal.SIGKILL)
+        os.kill(ranks_of(tmp_path / "run")[-1], signal.SIGKILL)
         assert process.wait(DEADLINE) == 0, errors(tmp_path)
     assert has(tmp_path, "2 stages, from step 10")
     assert_same_losses(tmp_path, undisturbed)

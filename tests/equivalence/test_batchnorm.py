@@ -137,8 +137,8 @@ def _check_on_rank(rank: int, schedule: str, batchnorm: str) -> None:
 
 @pytest.mark.parametrize("batchnorm", ["microbatch", "deferred"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_statistics_over_two_processes(schedule: str, batchnorm: str, two_ranks: Ranks) -> None:
-    two_ranks.check(_check_on_rank, schedule, batchnorm)
+def test_statistics_over_two_processes(schedule: str, batchnorm: str, two: Ranks) -> None:
+    two.check(_check_on_rank, schedule, batchnorm)
 
 
 def _evaluate_on_rank(rank: int) -> None:
@@ -157,8 +157,8 @@ def _evaluate_on_rank(rank: int) -> None:
         assert_state_equal(pipe.state_dict(), plain.state_dict())
 
 
-def test_forward_call_updates_statistics_once_over_two_processes(two_ranks: Ranks) -> None:
-    two_ranks.check(_evaluate_on_rank)
+def test_forward_call_updates_statistics_once_over_two_processes(two: Ranks) -> None:
+    two.check(_evaluate_on_rank)
 
 
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])

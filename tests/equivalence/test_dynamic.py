@@ -44,36 +44,36 @@ def test_dynamic_shapes_in_threads(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_dynamic_shapes_over_two_processes(schedule: str, two_ranks: Ranks) -> None:
+def test_dynamic_shapes_over_two_processes(schedule: str, two: Ranks) -> None:
     """A chain that is recomputed for one schedule is not for the next."""
     for number, first in enumerate(first_pairs(schedule, 2), SCHEDULES.index(schedule)):
-        two_ranks.check(check_on_rank, DynamicShapesCase(first, schedule, 2, 5, 13, MODES[(number + 1) % 2]))
+        two.check(check_on_rank, DynamicShapesCase(first, schedule, 2, 5, 13, MODES[(number + 1) % 2]))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_dynamic_shapes_over_four_processes(schedule: str, four_ranks: Ranks) -> None:
+def test_dynamic_shapes_over_four_processes(schedule: str, four: Ranks) -> None:
     for first in first_pairs(schedule, 4):
-        four_ranks.check(check_on_rank, DynamicShapesCase(first, schedule, 4, 7, 20))
+        four.check(check_on_rank, DynamicShapesCase(first, schedule, 4, 7, 20))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_headers_longer_than_a_row(schedule: str, two_ranks: Ranks) -> None:
-    two_ranks.check(check_on_rank, DynamicShapesCase("slices", schedule, 2, 2, 160))
+def test_headers_longer_than_a_row(schedule: str, two: Ranks) -> None:
+    two.check(check_on_rank, DynamicShapesCase("slices", schedule, 2, 2, 160))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_dynamic_skip_connections(schedule: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
-    two_ranks.check(check_on_rank, dynamic_skips(schedule, 2, 4, 10))
+def test_dynamic_skip_connections(schedule: str, two: Ranks, four: Ranks) -> None:
+    two.check(check_on_rank, dynamic_skips(schedule, 2, 4, 10))
     if schedule in ("1f1b", "zbv"):
-        four_ranks.check(check_on_rank, dynamic_skips(schedule, 4, 6, 13, "always"))
+        four.check(check_on_rank, dynamic_skips(schedule, 4, 6, 13, "always"))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_few_microbatches_or_samples(schedule: str, two_ranks: Ranks) -> None:
-    two_ranks.check(check_on_rank, DynamicShapesCase("rows", schedule, 2, 1, 6))
-    two_ranks.check(check_on_rank, DynamicShapesCase("optional", schedule, 2, 6, 4))
+def test_few_microbatches_or_samples(schedule: str, two: Ranks) -> None:
+    two.check(check_on_rank, DynamicShapesCase("rows", schedule, 2, 1, 6))
+    two.check(check_on_rank, DynamicShapesCase("optional", schedule, 2, 6, 4))
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
-def test_dynamic_mode_with_static_shapes(schedule: str, two_ranks: Ranks) -> None:
-    two_ranks.check(check_on_rank, DynamicCase(*astuple(case_with_all_layers(schedule, 2, 4, 10))))
+def test_dynamic_mode_with_static_shapes(schedule: str, two: Ranks) -> None:
+    two.check(check_on_rank, DynamicCase(*astuple(case_with_all_layers(schedule, 2, 4, 10))))

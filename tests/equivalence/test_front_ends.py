@@ -16,6 +16,6 @@ def test_front_ends_in_threads(front_end: str) -> None:
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_front_ends_over_processes(front_end: str, two_ranks: Ranks, four_ranks: Ranks) -> None:
-    two_ranks.check(check_on_rank, FrontEndCase(front_end, 4, "interleaved", 2, 7, recompute="always"))
-    four_ranks.check(check_on_rank, FrontEndCase(front_end, 4, "1f1b", 4, 10, recompute="except_last"))
+def test_front_ends_over_processes(front_end: str, two: Ranks, four: Ranks) -> None:
+    two.check(check_on_rank, FrontEndCase(front_end, 4, "interleaved", 2, 7, recompute="always"))
+    four.check(check_on_rank, FrontEndCase(front_end, 4, "1f1b", 4, 10, recompute="except_last"))

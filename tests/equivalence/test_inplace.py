@@ -203,8 +203,8 @@ def _forwarded_value_on_rank(rank: int, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_forwarded_value_is_protected_over_processes(four_ranks: Ranks, dynamic: bool) -> None:
-    four_ranks.check(_forwarded_value_on_rank, dynamic)
+def test_forwarded_value_is_protected_over_processes(four: Ranks, dynamic: bool) -> None:
+    four.check(_forwarded_value_on_rank, dynamic)
 
 
 # ── inference mode, in which tensors do not count their changes ────────────────────────────────────────────────────

@@ -86,8 +86,8 @@ def train_on_rank(rank: int, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
-def test_offload_over_processes(two_ranks: Ranks, schedule: str) -> None:
-    two_ranks.check(train_on_rank, schedule)
+def test_offload_over_processes(two: Ranks, schedule: str) -> None:
+    two.check(train_on_rank, schedule)
 
 
 def test_activations_or_optimizer_only() -> None:

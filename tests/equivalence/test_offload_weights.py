@@ -73,8 +73,8 @@ def train_on_rank(rank: int, schedule: str, recompute: str, moves: bool) -> None
     ("schedule", "recompute", "moves"),
     [("1f1b", "never", False), ("1f1b", "never", True), ("zbv", "except_last", True), ("sharded", "never", True)],
 )
-def test_offload_over_processes(two_ranks: Ranks, schedule: str, recompute: str, moves: bool) -> None:
-    two_ranks.check(train_on_rank, schedule, recompute, moves)
+def test_offload_over_processes(two: Ranks, schedule: str, recompute: str, moves: bool) -> None:
+    two.check(train_on_rank, schedule, recompute, moves)
 
 
 def train_as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> None:
@@ -110,8 +110,8 @@ def train_as_replicas(rank: int, schedule: str, stages: int, bucket: int) -> Non
     ("schedule", "stages", "bucket"),
     [("looped_bfs", 8, 1), ("interleaved", 8, 1 << 20), ("zbv", 2, 1), ("dualpipev", 2, 1 << 20)],
 )
-def test_replicas(two_ranks: Ranks, schedule: str, stages: int, bucket: int) -> None:
-    two_ranks.check(train_as_replicas, schedule, stages, bucket)
+def test_replicas(two: Ranks, schedule: str, stages: int, bucket: int) -> None:
+    two.check(train_as_replicas, schedule, stages, bucket)
 
 
 # ── with LateCopies on the CPU: everything is copied ───────────────────────────────────────────────────────────────

@@ -67,8 +67,8 @@ def train_with_unused_parameters(rank: int, parallelize: Callable[..., Any]) -> 
 
 
 @pytest.mark.parametrize("parallelize", [ddp, fsdp])
-def test_parameters_unused_on_some_replicas(four_ranks: Ranks, parallelize: Callable[..., Any]) -> None:
-    four_ranks.check(train_with_unused_parameters, parallelize)
+def test_parameters_unused_on_some_replicas(four: Ranks, parallelize: Callable[..., Any]) -> None:
+    four.check(train_with_unused_parameters, parallelize)
 
 
 def train_batchnorm(rank: int, parallelize: Callable[..., Any]) -> None:
@@ -90,8 +90,8 @@ def train_batchnorm(rank: int, parallelize: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("parallelize", [ddp, fsdp])
-def test_batchnorm(four_ranks: Ranks, parallelize: Callable[..., Any]) -> None:
-    four_ranks.check(train_batchnorm, parallelize)
+def test_batchnorm(four: Ranks, parallelize: Callable[..., Any]) -> None:
+    four.check(train_batchnorm, parallelize)
 
 
 def train_dropout(rank: int, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
@@ -120,8 +120,8 @@ def train_dropout(rank: int, parallelize: Callable[..., Any], sizes: dict[str, i
         (tensor_parallel_and_fsdp, DATA_TENSOR),
     ],
 )
-def test_seeded_dropout(four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
-    four_ranks.check(train_dropout, parallelize, sizes)
+def test_seeded_dropout(four: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
+    four.check(train_dropout, parallelize, sizes)
 
 
 def train_with_scaler(rank: int, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
@@ -156,17 +156,15 @@ def train_with_scaler(rank: int, parallelize: Callable[..., Any], sizes: dict[st
     ("parallelize", "sizes"),
     [(ddp, DATA), (tensor_parallel, TENSOR), (tensor_parallel_and_fsdp, DATA_TENSOR)],
 )
-def test_grad_scaler(four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
-    four_ranks.check(train_with_scaler, parallelize, sizes)
+def test_grad_scaler(four: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int]) -> None:
+    four.check(train_with_scaler, parallelize, sizes)
 
 
 @pytest.mark.parametrize(
     ("parallelize", "sizes", "norm"), [(fsdp, DATA, float("inf")), (tensor_parallel_and_fsdp, DATA_TENSOR, 1.0)]
 )
-def test_clip_grad_norm_types(
-    four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int], norm: float
-) -> None:
-    four_ranks.check(train_case, parallelize, sizes, {"norm": norm})
+def test_clip_grad_norm_types(four: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int], norm: float) -> None:
+    four.check(train_case, parallelize, sizes, {"norm": norm})
 
 
 # ── DDP hooks, FSDP mixed precision, frozen parameters ─────────────────────────────────────────────────────────────
@@ -214,8 +212,8 @@ def train_with_comm_hook(rank: int, shards: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("shards", [UNEVEN, ONE_EMPTY], ids=str)
-def test_ddp_comm_hooks_are_called(four_ranks: Ranks, shards: tuple[int, int]) -> None:
-    four_ranks.check(train_with_comm_hook, shards)
+def test_ddp_comm_hooks_are_called(four: Ranks, shards: tuple[int, int]) -> None:
+    four.check(train_with_comm_hook, shards)
 
 
 def train_in_mixed_precision(rank: int, schedule: str) -> None:
@@ -273,8 +271,8 @@ def accumulate_in_float32(rank: int) -> None:
             torch.testing.assert_close(parameter.grad, total[name].bfloat16(), rtol=0.008, atol=0)
 
 
-def test_fp32_accumulation_with_ddp(four_ranks: Ranks) -> None:
-    four_ranks.check(accumulate_in_float32)
+def test_fp32_accumulation_with_ddp(four: Ranks) -> None:
+    four.check(accumulate_in_float32)
 
 
 def freeze_between_steps(rank: int, parallelize: Callable[..., Any]) -> None:
@@ -298,13 +296,13 @@ def freeze_between_steps(rank: int, parallelize: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("parallelize", [ddp, fsdp])
-def test_freezing_between_steps(four_ranks: Ranks, parallelize: Callable[..., Any]) -> None:
-    four_ranks.check(freeze_between_steps, parallelize)
+def test_freezing_between_steps(four: Ranks, parallelize: Callable[..., Any]) -> None:
+    four.check(freeze_between_steps, parallelize)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_fsdp_mixed_precision(four_ranks: Ranks, schedule: str) -> None:
-    four_ranks.check(train_in_mixed_precision, schedule)
+def test_fsdp_mixed_precision(four: Ranks, schedule: str) -> None:
+    four.check(train_in_mixed_precision, schedule)
 
 
 def check_deferred_weight_grads(
@@ -324,9 +322,9 @@ def check_deferred_weight_grads(
     [(ddp, DATA, True), (fsdp_nested, DATA, True), (tensor_parallel, TENSOR, False)],
 )
 def test_weight_gradients_are_deferred_to_w(
-    four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int], expected: bool
+    four: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int], expected: bool
 ) -> None:
-    four_ranks.check(check_deferred_weight_grads, parallelize, sizes, expected)
+    four.check(check_deferred_weight_grads, parallelize, sizes, expected)
 
 
 # ── failures ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -401,9 +399,7 @@ def test_failure_ends_collectives_of_other_ranks() -> None:
 
 
 @pytest.mark.parametrize(("parallelize", "is_sharded"), [(ddp, False), (fsdp, True)])
-def test_failure_is_raised_on_all_replicas(
-    four_ranks: Ranks, parallelize: Callable[..., Any], is_sharded: bool
-) -> None:
-    for message, found in four_ranks.check(fail_on_one_replica, parallelize):
+def test_failure_is_raised_on_all_replicas(four: Ranks, parallelize: Callable[..., Any], is_sharded: bool) -> None:
+    for message, found in four.check(fail_on_one_replica, parallelize):
         assert "too much" in message
         assert found is is_sharded

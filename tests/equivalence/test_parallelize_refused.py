@@ -131,9 +131,9 @@ def construction_error(
 
 @pytest.mark.parametrize(("parallelize", "sizes", "options", "message"), REFUSED)
 def test_unsupported_parallelize_is_refused(
-    four_ranks: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int], options: dict[str, Any], message: str
+    four: Ranks, parallelize: Callable[..., Any], sizes: dict[str, int], options: dict[str, Any], message: str
 ) -> None:
-    for found in four_ranks.check(construction_error, parallelize, sizes, options):
+    for found in four.check(construction_error, parallelize, sizes, options):
         assert re.search(message, found), found
 
 
@@ -156,13 +156,13 @@ def different_tie_layouts_error(rank: int) -> str:
     return str(caught.value)
 
 
-def test_tied_parameters_need_equal_layouts(four_ranks: Ranks) -> None:
-    for found in four_ranks.check(different_tie_layouts_error):
+def test_tied_parameters_need_equal_layouts(four: Ranks) -> None:
+    for found in four.check(different_tie_layouts_error):
         assert "is one parameter of several stages, but parallelize has given it different layouts" in found
 
 
-def test_tied_stages_of_one_process_cannot_be_sharded(four_ranks: Ranks) -> None:
-    for found in four_ranks.check(local_ties_error, fsdp):
+def test_tied_stages_of_one_process_cannot_be_sharded(four: Ranks) -> None:
+    for found in four.check(local_ties_error, fsdp):
         assert "were one parameter, but parallelize has replaced it by several" in found
 
 
@@ -176,8 +176,8 @@ def sharded_output_error(rank: int) -> str:
     return str(caught.value)
 
 
-def test_dtensor_output_is_refused(four_ranks: Ranks) -> None:
-    for found in four_ranks.check(sharded_output_error):
+def test_dtensor_output_is_refused(four: Ranks) -> None:
+    for found in four.check(sharded_output_error):
         assert "returns a DTensor with the layout" in found
 
 
@@ -190,8 +190,8 @@ def shard_twice_error(rank: int) -> str:
     return str(caught.value)
 
 
-def test_sharded_model_cannot_be_sharded_again(four_ranks: Ranks) -> None:
-    for found in four_ranks.check(shard_twice_error):
+def test_sharded_model_cannot_be_sharded_again(four: Ranks) -> None:
+    for found in four.check(shard_twice_error):
         assert "is a DTensor already" in found
 
 
@@ -202,8 +202,8 @@ def parallelize_on_some_ranks_error(rank: int) -> str:
     return str(caught.value)
 
 
-def test_parallelize_must_be_given_on_all_ranks(four_ranks: Ranks) -> None:
-    for found in four_ranks.check(parallelize_on_some_ranks_error):
+def test_parallelize_must_be_given_on_all_ranks(four: Ranks) -> None:
+    for found in four.check(parallelize_on_some_ranks_error):
         assert "parallelize is False on rank 0, but True on rank 1" in found
 
 

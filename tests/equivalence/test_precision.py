@@ -47,7 +47,7 @@ def run_case(request: pytest.FixtureRequest) -> Callable[..., None]:
         if request.param == "threads":
             case(None, *args)
         else:
-            request.getfixturevalue("two_ranks").check(_on_rank, case, args)
+            request.getfixturevalue("two").check(_on_rank, case, args)
 
     return run
 

@@ -34,9 +34,9 @@ def test_every_schedule_in_threads(number: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
-def test_every_schedule_over_two_processes(schedule: str, two_ranks: Ranks) -> None:
-    two_ranks.check(check_on_rank, replace(case_with_all_layers(schedule, 2, 5, 7), recompute="except_last"))
-    two_ranks.check(check_on_rank, replace(dense_skips(schedule, 2), recompute="always"))
+def test_every_schedule_over_two_processes(schedule: str, two: Ranks) -> None:
+    two.check(check_on_rank, replace(case_with_all_layers(schedule, 2, 5, 7), recompute="except_last"))
+    two.check(check_on_rank, replace(dense_skips(schedule, 2), recompute="always"))
 
 
 def searched_schedule(placement: tuple[int, ...]) -> Schedule:
@@ -49,10 +49,10 @@ def searched_schedule(placement: tuple[int, ...]) -> Schedule:
 
 
 @pytest.mark.parametrize(("placement", "batch"), [(loop(2, 2), 13), (vee(2), 12), (vee(2), 5)], ids=str)
-def test_recompute_chosen_by_the_search(placement: tuple[int, ...], batch: int, two_ranks: Ranks) -> None:
+def test_recompute_chosen_by_the_search(placement: tuple[int, ...], batch: int, two: Ranks) -> None:
     case = replace(case_with_all_layers("zbv", 2, 6, batch), schedule=searched_schedule(placement), recompute="never")
     check_step(case)
-    two_ranks.check(check_on_rank, case)
+    two.check(check_on_rank, case)
 
 
 class SparseBuffer(nn.Module):

@@ -69,10 +69,10 @@ def on_rank(rank: int, with_sample: bool, mask: bool) -> None:
         steps(pipe, plain)
 
 
-def test_steps_over_two_ranks(two_ranks: Ranks) -> None:
+def test_steps_over_two_ranks(two: Ranks) -> None:
     for with_sample in (True, False):
         for mask in (True, False):
-            two_ranks.check(on_rank, with_sample, mask)
+            two.check(on_rank, with_sample, mask)
 
 
 def test_steps_in_threads() -> None:

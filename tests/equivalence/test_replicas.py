@@ -150,28 +150,28 @@ def train(
     [*(("counted", shards) for shards in SHARDS), *((n, s) for n in LOSSES if n != "counted" for s in SHARDS[1:4:2])],
     ids=str,
 )
-def test_every_loss_over_uneven_shards(four_ranks: Ranks, loss: str, shards: tuple[int, int]) -> None:
-    four_ranks.check(train, "mlp", loss, shards, {})
+def test_every_loss_over_uneven_shards(four: Ranks, loss: str, shards: tuple[int, int]) -> None:
+    four.check(train, "mlp", loss, shards, {})
 
 
 @pytest.mark.parametrize("shards", [UNEVEN, ONE_EMPTY], ids=str)
 @pytest.mark.parametrize("name", ["tied", "frozen", "sparse"])
-def test_ties_frozen_and_sparse_parameters(four_ranks: Ranks, name: str, shards: tuple[int, int]) -> None:
-    four_ranks.check(train, name, "counted", shards, {})
+def test_ties_frozen_and_sparse_parameters(four: Ranks, name: str, shards: tuple[int, int]) -> None:
+    four.check(train, name, "counted", shards, {})
 
 
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [("gpipe", "always"), ("zb_h1", "never"), ("interleaved", "always"), ("zbv", "always"), ("v_half", "never")],
 )
-def test_schedules(four_ranks: Ranks, schedule: str, recompute: str) -> None:
+def test_schedules(four: Ranks, schedule: str, recompute: str) -> None:
     stages = 2 if schedule in ("gpipe", "zb_h1") else 4
-    four_ranks.check(train, "mlp", "counted", UNEVEN, {"schedule": schedule, "recompute": recompute}, stages)
+    four.check(train, "mlp", "counted", UNEVEN, {"schedule": schedule, "recompute": recompute}, stages)
 
 
 @pytest.mark.parametrize("bucket", [1, 300, 1 << 20])
-def test_bucket_sizes(four_ranks: Ranks, bucket: int) -> None:
-    four_ranks.check(train_with_bucket_size, bucket)
+def test_bucket_sizes(four: Ranks, bucket: int) -> None:
+    four.check(train_with_bucket_size, bucket)
 
 
 def train_with_bucket_size(rank: int, bucket: int) -> None:
@@ -184,8 +184,8 @@ def train_with_bucket_size(rank: int, bucket: int) -> None:
         reduce.BUCKET = before
 
 
-def test_parameters_unused_on_some_replicas(four_ranks: Ranks) -> None:
-    four_ranks.check(train_with_unused_parameters)
+def test_parameters_unused_on_some_replicas(four: Ranks) -> None:
+    four.check(train_with_unused_parameters)
 
 
 def train_with_unused_parameters(rank: int) -> None:
@@ -263,9 +263,9 @@ def train_batchnorm(rank: int, momentum: float | None, shards: Sequence[int], sc
     ],
 )
 def test_microbatch_batchnorm(
-    four_ranks: Ranks, momentum: float | None, shards: tuple[int, int], schedule: str, recompute: str
+    four: Ranks, momentum: float | None, shards: tuple[int, int], schedule: str, recompute: str
 ) -> None:
-    four_ranks.check(train_batchnorm, momentum, shards, schedule, recompute)
+    four.check(train_batchnorm, momentum, shards, schedule, recompute)
 
 
 def train_deferred_batchnorm(rank: int, momentum: float | None, shards: Sequence[int]) -> None:
@@ -287,8 +287,8 @@ def train_deferred_batchnorm(rank: int, momentum: float | None, shards: Sequence
 @pytest.mark.parametrize(
     ("momentum", "shards"), [(0.1, (6, 6)), (None, (9, 6)), (0.1, (9, 6)), (None, (6, 0)), (0.1, (0, 8))], ids=str
 )
-def test_deferred_batchnorm(four_ranks: Ranks, momentum: float | None, shards: tuple[int, int]) -> None:
-    four_ranks.check(train_deferred_batchnorm, momentum, shards)
+def test_deferred_batchnorm(four: Ranks, momentum: float | None, shards: tuple[int, int]) -> None:
+    four.check(train_deferred_batchnorm, momentum, shards)
 
 
 def train_dropout(rank: int) -> None:
@@ -306,8 +306,8 @@ def train_dropout(rank: int) -> None:
             check_gradients(pipe, plain)
 
 
-def test_seeded_dropout(four_ranks: Ranks) -> None:
-    four_ranks.check(train_dropout)
+def test_seeded_dropout(four: Ranks) -> None:
+    four.check(train_dropout)
 
 
 def train_with_scaler(rank: int, shards: Sequence[int]) -> None:
@@ -339,8 +339,8 @@ def train_with_scaler(rank: int, shards: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("shards", [EVEN, ONE_EMPTY], ids=str)
-def test_grad_scaler(four_ranks: Ranks, shards: tuple[int, int]) -> None:
-    four_ranks.check(train_with_scaler, shards)
+def test_grad_scaler(four: Ranks, shards: tuple[int, int]) -> None:
+    four.check(train_with_scaler, shards)
 
 
 def accumulate_in_float32(rank: int) -> None:
@@ -365,8 +365,8 @@ def accumulate_in_float32(rank: int) -> None:
             torch.testing.assert_close(parameter.grad, total[name].bfloat16(), rtol=0.008, atol=0)
 
 
-def test_fp32_accumulation(four_ranks: Ranks) -> None:
-    four_ranks.check(accumulate_in_float32)
+def test_fp32_accumulation(four: Ranks) -> None:
+    four.check(accumulate_in_float32)
 
 
 # ── inputs and targets ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -396,5 +396,5 @@ def train_with_inputs_on_some_ranks(rank: int, inputs: Sequence[int], targets: S
     [((0,), (0,)), ((0,), (1,)), ((0,), (0, 1)), ((1,), (0,)), ((1,), (1,)), ((0, 1), (0,)), ((0, 1), (0, 1))],
     ids=str,
 )
-def test_inputs_and_targets_on_some_ranks(four_ranks: Ranks, inputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
-    four_ranks.check(train_with_inputs_on_some_ranks, inputs, targets)
+def test_inputs_and_targets_on_some_ranks(four: Ranks, inputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
+    four.check(train_with_inputs_on_some_ranks, inputs, targets)

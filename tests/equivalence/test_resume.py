@@ -67,7 +67,7 @@ def pipeline_leg(
     **options: Any,
 ) -> list[float]:
     """Two steps of a pipeline, from the checkpoint of the step before, and a checkpoint of the step after."""
-    plan = ps.split(model(dropout), blocks="layers", stages=stages)
+    plan = ps.split(model(dropout), blocks="layers", stages=stages, sample=batch(0)[0], balance="parameters")
     with ps.Pipeline(plan, F.cross_entropy, microbatches=microbatches, seed=7, mesh=mesh, **options) as pipe:
         optimizer, scheduler = optimizer_of(pipe.named_parameters())
         checkpoints = ps.Checkpoints(folder, every=STEPS, keep=2)
@@ -116,15 +116,15 @@ def on_rank_interleaved(rank: int, sizes: dict[str, int], *args: Any) -> list[fl
 
 
 def test_a_run_moves_between_stages_replicas_threads_processes_and_the_plain_model(
-    tmp_path: Path, two_ranks: Ranks, four_ranks: Ranks
+    tmp_path: Path, two: Ranks, four: Ranks
 ) -> None:
     legs = [
         lambda at: pipeline_leg(tmp_path, at, 0.0, 1, 2),
-        lambda at: four_ranks.check(on_rank, {"pipe": 4}, tmp_path, at, 0.0, 4, 2)[0],
-        lambda at: two_ranks.check(on_rank_interleaved, {"pipe": 2}, tmp_path, at, 0.0, 8, 2)[1],
+        lambda at: four.check(on_rank, {"pipe": 4}, tmp_path, at, 0.0, 4, 2)[0],
+        lambda at: two.check(on_rank_interleaved, {"pipe": 2}, tmp_path, at, 0.0, 8, 2)[1],
         lambda at: plain_leg(tmp_path, at, STEPS),
         lambda at: pipeline_leg(tmp_path, at, 0.0, 3, 4, schedule="zb_h1"),
-        lambda at: four_ranks.check(on_rank, {"data": 2, "pipe": 2}, tmp_path, at, 0.0, 2, 2)[3],
+        lambda at: four.check(on_rank, {"data": 2, "pipe": 2}, tmp_path, at, 0.0, 2, 2)[3],
         lambda at: pipeline_leg(tmp_path, at, 0.0, 4, 2, schedule="zbv", devices=["cpu"] * 2),
     ]
     losses = [loss for number, leg in enumerate(legs) for loss in leg(number * STEPS)]
@@ -133,11 +133,11 @@ def test_a_run_moves_between_stages_replicas_threads_processes_and_the_plain_mod
     assert [path.name for path in ps.Checkpoints(tmp_path).paths()] == ["step-00000014", "step-00000012"]
 
 
-def test_seeded_dropout_goes_on_after_a_move(tmp_path: Path, two_ranks: Ranks) -> None:
+def test_seeded_dropout_goes_on_after_a_move(tmp_path: Path, two: Ranks) -> None:
     legs = [
         lambda folder, at: pipeline_leg(folder, at, 0.3, 2, 2),
-        lambda folder, at: two_ranks.check(on_rank, {"pipe": 2}, folder, at, 0.3, 2, 2)[0],
-        lambda folder, at: two_ranks.check(on_rank, {"data": 2, "pipe": 1}, folder, at, 0.3, 1, 1)[0],
+        lambda folder, at: two.check(on_rank, {"pipe": 2}, folder, at, 0.3, 2, 2)[0],
+        lambda folder, at: two.check(on_rank, {"data": 2, "pipe": 1}, folder, at, 0.3, 1, 1)[0],
     ]
     losses = [loss for number, leg in enumerate(legs) for loss in leg(tmp_path / "moved", number * STEPS)]
     stayed = [loss for number in range(len(legs)) for loss in legs[0](tmp_path / "stayed", number * STEPS)]
@@ -147,7 +147,7 @@ def test_seeded_dropout_goes_on_after_a_move(tmp_path: Path, two_ranks: Ranks) -
 def test_a_resumed_run_is_bit_equal_where_the_arithmetic_is_the_same(tmp_path: Path) -> None:
     """In one stage: threads of several stages add the gradients of a tied parameter in no fixed order."""
     losses = [loss for number in range(3) for loss in pipeline_leg(tmp_path / "a", number * STEPS, 0.3, 1, 4)]
-    plan = ps.split(model(0.3), blocks="layers", stages=1)
+    plan = ps.split(model(0.3), blocks="layers", stages=1, sample=batch(0)[0], balance="parameters")
     with ps.Pipeline(plan, F.cross_entropy, microbatches=4, seed=7) as pipe:
         optimizer, scheduler = optimizer_of(pipe.named_parameters())
         for step in range(3 * STEPS):

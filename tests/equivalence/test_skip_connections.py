@@ -27,8 +27,8 @@ def test_skip_connections_in_threads(number: int) -> None:
 
 # test_recompute runs skip connections of every schedule over two processes.
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h2", "interleaved", "dualpipev", "auto"])
-def test_skip_connections_over_processes(schedule: str, four_ranks: Ranks) -> None:
-    four_ranks.check(check_on_rank, dense_skips(schedule, 4, 5, 13))
+def test_skip_connections_over_processes(schedule: str, four: Ranks) -> None:
+    four.check(check_on_rank, dense_skips(schedule, 4, 5, 13))
 
 
 @pytest.mark.slow
@@ -38,10 +38,10 @@ def test_generated_skip_connections_in_threads(case: SkipCase) -> None:
     check_step(case)
 
 
-def test_generated_skip_connections_over_two_processes(two_ranks: Ranks) -> None:
+def test_generated_skip_connections_over_two_processes(two: Ranks) -> None:
     @settings(max_examples=14, deadline=None, derandomize=True)
     @given(case=skip_cases(ranks=(2,)))
     def run(case: SkipCase) -> None:
-        two_ranks.check(check_on_rank, case)
+        two.check(check_on_rank, case)
 
     run()

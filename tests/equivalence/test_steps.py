@@ -37,15 +37,15 @@ def test_every_loss(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(TRAINING)), ids=TRAINING)
-def test_every_schedule_over_two_processes(number: int, two_ranks: Ranks) -> None:
+def test_every_schedule_over_two_processes(number: int, two: Ranks) -> None:
     for microbatches, batch in [(4, 10), ((1, 4), (5, 3))[number % 2]]:
-        two_ranks.check(check_on_rank, case_with_all_layers(TRAINING[number], 2, microbatches, batch))
+        two.check(check_on_rank, case_with_all_layers(TRAINING[number], 2, microbatches, batch))
 
 
 @pytest.mark.parametrize("number", range(len(TRAINING)), ids=TRAINING)
-def test_every_schedule_over_four_processes(number: int, four_ranks: Ranks) -> None:
+def test_every_schedule_over_four_processes(number: int, four: Ranks) -> None:
     microbatches, batch = ((5, 3), (4, 10))[number % 2]
-    four_ranks.check(check_on_rank, case_with_all_layers(TRAINING[number], 4, microbatches, batch, "pair"))
+    four.check(check_on_rank, case_with_all_layers(TRAINING[number], 4, microbatches, batch, "pair"))
 
 
 @pytest.mark.slow
@@ -55,19 +55,19 @@ def test_generated_models_in_threads(case: Case) -> None:
     check_step(case)
 
 
-def test_generated_models_over_two_processes(two_ranks: Ranks) -> None:
+def test_generated_models_over_two_processes(two: Ranks) -> None:
     @settings(max_examples=20, deadline=None, derandomize=True)
     @given(case=cases(ranks=(2,)))
     def run(case: Case) -> None:
-        two_ranks.check(check_on_rank, case)
+        two.check(check_on_rank, case)
 
     run()
 
 
-def test_generated_models_over_four_processes(four_ranks: Ranks) -> None:
+def test_generated_models_over_four_processes(four: Ranks) -> None:
     @settings(max_examples=10, deadline=None, derandomize=True)
     @given(case=cases(ranks=(4,)))
     def run(case: Case) -> None:
-        four_ranks.check(check_on_rank, case)
+        four.check(check_on_rank, case)
 
     run()

@@ -100,5 +100,5 @@ def steps_on_rank(rank: int, build: Callable[..., nn.Module], more: dict[str, An
 
 
 @pytest.mark.parametrize(("build", "stages"), [(llama, 2), (llama, 4), (gpt2, 2), (mixtral, 4)])
-def test_steps_over_two_ranks(two_ranks: Ranks, build: Callable[..., nn.Module], stages: int) -> None:
-    two_ranks.check(steps_on_rank, build, {"tie_word_embeddings": True} if build is llama else {}, stages)
+def test_steps_over_two_ranks(two: Ranks, build: Callable[..., nn.Module], stages: int) -> None:
+    two.check(steps_on_rank, build, {"tie_word_embeddings": True} if build is llama else {}, stages)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,13 +16,7 @@ from penstock.profile import links
 from penstock.profile.costs import Link
 from penstock.profile.links import ROUNDS, Links, fit_line, host_time_per_message, local_link, measure_links
 from tests.support.models import penstock_threads
-from tests.support.ranks import RankExited, Ranks, run_ranks, start_ranks
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Ranks]:
-    with start_ranks(3) as made:
-        yield made
+from tests.support.ranks import RankExited, Ranks, run_ranks
 
 
 def test_latency_is_what_a_small_value_takes_and_bandwidth_what_the_large_one_adds() -> None:

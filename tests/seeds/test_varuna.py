@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from penstock.compat.varuna import CutPoint, Varuna
 from tests.support.models import assert_same
-from tests.support.ranks import Ranks, start_ranks
+from tests.support.ranks import Ranks
 
 
 class SampleModel(nn.Module):
@@ -153,12 +152,6 @@ def language_model(rank: int, device_type: str, fp16: bool) -> None:
             assert_same(state, {name: plain.state_dict()[name] for name in state}, rtol=1e-3, atol=1e-4)
         copies = model.pipeline.state_dict(full=True)
         assert torch.equal(copies["lm_head_weight"], copies["language_model.embedding.word_embeddings.weight"])
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with start_ranks(2) as made:
-        yield made
 
 
 def test_sample_model(device_type: str, two: Ranks) -> None:

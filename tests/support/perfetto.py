@@ -47,6 +47,8 @@ class Perfetto:
 
     def open(self, trace: Path) -> None:
         self._trace = trace
+        size = {"width": 320, "height": 240, "deviceScaleFactor": 1, "mobile": False}  # there is little to draw
+        self.browser.call("Emulation.setDeviceMetricsOverride", **size)
         self.browser.call("Page.navigate", url="about:blank")
         self.browser.call("Page.navigate", url=f"http://127.0.0.1:{self._server.server_port}/")
         self.browser.wait_until("typeof app === 'object' && app.trace !== undefined && !app.isLoadingTrace")

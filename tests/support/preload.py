@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import penstock
 
+torch.set_num_threads(1)  # with more, OpenMP's threads spin while they wait for the next operator
+
 for package in ("engine", "train", "split", "schedule", "profile"):  # the others are also started with ``python -m``
     for module in pkgutil.walk_packages([f"{penstock.__path__[0]}/{package}"], f"penstock.{package}."):
         importlib.import_module(module.name)

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.cli import main
 from tests.support.fork_python import fork_python
 from tests.support.rank_programs import without_hostname_warnings
@@ -164,6 +166,8 @@ def _call(
     os.environ.update(env)
     os.chdir(cwd)
     tempfile.tempdir = None  # reset the cached directory
+    if "OMP_NUM_THREADS" in env:
+        torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # torch has been imported already
     try:
         code = function(*args)
     except BaseException:

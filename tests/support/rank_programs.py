@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.support.fork_python import fork_python
 from tests.support.ranks import forkserver_context, free_port
@@ -38,14 +41,17 @@ def without_hostname_warnings(text: str) -> str:
 
 
 def run_programs(
-    source: str, n: int, *args: str, timeout: float = 150.0, interpreter: str | None = None
+    source: str, n: int, *args: str, timeout: float = 150.0, fresh: int | None = None
 ) -> list[ProgramExit]:
-    """Run a program on ``n`` ranks; rank 0 hosts the store. By default the processes are forks, which start fast."""
+    """Run a program on ``n`` ranks; rank 0 hosts the store.
+
+    The processes are forks, which start fast; rank ``fresh`` has a new interpreter.
+    """
     with _folder() as folder:
         running = []
         for rank, environment in enumerate(_environments(n)):
             with open(folder / str(rank), "w") as log:
-                command = [interpreter or fork_python(), "-c", source, *args]
+                command = [sys.executable if rank == fresh else fork_python(), "-c", source, *args]
                 running.append(subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log))
         end = time.monotonic() + timeout
         codes: list[int | None] = []
@@ -86,6 +92,7 @@ def run_processes(function: Callable[..., Any], n: int, *args: Any, timeout: flo
 
 def _run(function: Callable[..., Any], rank: int, environment: dict[str, str], log: str, args: Any) -> None:
     os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch has been imported already
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -100,7 +100,7 @@ def test_a_program_that_exits_is_named(tmp_path: Any) -> None:
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_program_that_ends_early_is_not_reported_as_killed(at: int, tmp_path: Any) -> None:
     """In an interpreter of its own, whose exit hooks run in another order than those of a fork."""
-    ended = run_programs(PROGRAM, 3, "leave", str(at), str(tmp_path / "when"), interpreter=sys.executable)
+    ended = run_programs(PROGRAM, 3, "leave", str(at), str(tmp_path / "when"), fresh=at)
     assert ended.pop(at).code == 0
     for other in ended:
         assert other.code == 1
