@@ -61,14 +61,14 @@ def test_auto(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = output(capsys, "schedule", "auto", "-p", "2", "-m", "4")
     assert out.startswith("auto: 2 ranks, 2 stages, 4 micro-batches\n")
     assert out.endswith(
-        "makespan 13, lower bound 13: no order is faster\npeak memory 2 on rank 0, of 2 that it may keep\n"
+        "makespan 13, lower bound 13: no order is faster\npeak memory 2 on rank 0, with a cap of 2\n"
     )
     assert err == ""
     for shape, stages in (("loop", "0 2"), ("v", "0 3")):
         options = ["--shape", shape, "--memory", "1.5", "--costs", "w=2"]
         out, _ = output(capsys, "schedule", "Auto", "-p", "2", "-m", "4", "-v", "2", *options)
         assert f"   0  {stages} " in out
-        assert "of 1.5 that it may keep" in out
+        assert "with a cap of 1.5" in out
     out, _ = output(capsys, "schedule", "auto", "-p", "2", "-m", "4", "--memory", "1", "--recompute")
     assert "R recompute" in out
 

@@ -108,7 +108,7 @@ def schedule(
     if list_all:
         for each, kind in SCHEDULES.items():
             print(f"{each:<12}  {kind.description}")
-        print(f"{'auto':<12}  searched: for your costs, memory and placement")
+        print(f"{'auto':<12}  searched for given costs, memory and placement")
         return
     if verify_file is not None:
         if name is not None:
