@@ -124,16 +124,16 @@ def test_hover(browser: Browser, tmp_path: Path) -> None:
     browser.mouse("mouseMoved", *place(browser, 5 / 6))
     assert tip(browser) == (
         "0B0 on rank 0\nbackward of stage 0, micro-batch 0\n4.5 s to 6 s: takes 1.5 s\n"
-        "simulated: from 4.5 s, takes 1.5 s\nwaited 3 s for stage 1\nmemory after it 0 B"
+        "simulated: from 4.5 s, takes 1.5 s\nwaited 3 s for a message from stage 1\nmemory after it 0 B"
     )
     browser.mouse("mouseMoved", *place(browser, 3 / 6))
-    assert tip(browser) == "rank 0\nidle before 0B0: waits 3 s for a message of stage 1"
+    assert tip(browser) == "rank 0\nidle before 0B0: waits 3 s for a message from stage 1"
     browser.mouse("mouseMoved", *place(browser, 1.2 / 6))
-    assert tip(browser) == "rank 0\nidle before 0B0: nothing is waited for"
+    assert tip(browser) == "rank 0\nidle before 0B0: no wait for a message"
     browser.mouse("mouseMoved", *place(browser, 0.5 / 6, high=30))
     assert (tip(browser) or "").startswith("0F0 on rank 0, simulated\n")
     browser.mouse("mouseMoved", *place(browser, 5.5 / 6, row=1))
-    assert tip(browser) == "rank 1\nidle: done with its actions"
+    assert tip(browser) == "rank 1\nidle after the last action"
     browser.mouse("mouseMoved", 5, 5)
     assert tip(browser) is None
 
@@ -216,7 +216,7 @@ def chosen(browser: Browser) -> tuple[str, float]:
 
 
 STEPS = [
-    ("step 0: 6.50 s (the middle one)", 6.0),
+    ("step 0: 6.50 s (median)", 6.0),
     ("step 1: 13.00 s (slowest)", 12.0),
     ("step 2: 5.85 s", 5.875),
     ("evaluate 3: 3.25 s (fastest)", 1.5),

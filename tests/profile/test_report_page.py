@@ -256,8 +256,8 @@ def test_a_part_alone_has_a_page() -> None:
     alone = replace(trace, steps=(replace(trace.steps[0], parts=trace.steps[0].parts[:1]),), missing="rank 1 is gone")
     text = page(analyze(alone))
     read(text)
-    assert "One rank&#x27;s part only: rank 1 is gone." in text
-    assert "Not known: the trace has not all stages" in text
+    assert "Records of one rank only: rank 1 is gone." in text
+    assert "Unknown: the trace does not have all stages" in text
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -317,4 +317,4 @@ def test_files_that_are_no_traces(data: bytes, tmp_path: Path, capsys: pytest.Ca
 def test_a_trace_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replace(example(), steps=()).save(tmp_path / "run.json")
     assert main(["report", str(tmp_path / "run.json")]) == 1
-    assert "no whole step to report on" in capsys.readouterr().err
+    assert "no complete step to report on" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``Trace``: the records of ``Pipeline.trace``, with their report page."""
+"""``Trace``: the records of ``Pipeline.trace``, with a report page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Trace(TraceData):
     """The records of ``with pipe.trace() as trace``; see ``TraceData`` for their fields, numbers and files."""
 
     def report(self, path: str | Path) -> Findings:
-        """Write an HTML page: the timeline of a step, causes of idle time, advice. Return its contents as data."""
+        """Write an HTML page with the timeline of a step, the causes of idle time and advice. Return its contents."""
         from penstock.profile.report.findings import analyze
         from penstock.profile.report.page import page
 
