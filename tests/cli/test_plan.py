@@ -90,7 +90,7 @@ def test_a_real_model_on_devices_that_are_not_here(models: str, capsys: pytest.C
     [
         (["--devices", "2"], 2, "no model to plan: give one of"),
         (["x:y", "--layers", "gpt:22b", "--devices", "2"], 2, "give one of"),
-        (["--layers", "gpt:22b", "--devices", "2"], 2, "say which by --hardware"),
+        (["--layers", "gpt:22b", "--devices", "2"], 2, "--layers needs --hardware"),
         (["--layers", "gpt:22b", "--hardware", "h101", "--devices", "2"], 1, "did you mean"),
         (["{models}:build", "--devices", "2", "--save", "."], 2, "--save: cannot write '.': it is a directory"),
         (["{models}:build", "--devices", "2", "--save", "no/x"], 2, "cannot write 'no/x': there is no directory 'no'"),
