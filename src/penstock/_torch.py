@@ -1,8 +1,8 @@
 """Every private torch API that Penstock uses.
 
-Entries are looked up when this module is imported, so that a call on the hot path costs no more than the API itself.
-Where torch lacks an API, its entry is a fallback on public API, or raises on use an error that names the torch version.
-APIs whose modules take long to import are looked up on first use.
+APIs are looked up when this module is imported, so that a call on the hot path costs no more than the API itself. If
+torch lacks an API, its name here is a fallback on public API, or raises an error with the torch version when it is
+called. APIs in modules that take long to import are looked up on first use.
 
 Private attributes of public classes (``Tensor._version``, ``nn.Module._buffers``) are read where they are needed.
 ``ATTRIBUTES`` lists them; importing this module checks that they exist.
@@ -42,7 +42,7 @@ def _error(name: str) -> PenstockError:
 
 
 def _find(path: str, fallback: Any = None) -> Any:
-    """The object at a dotted path in torch. Without it: ``fallback``, or else a function that raises."""
+    """The object at a dotted path in torch. If it is missing: ``fallback``, or a function that raises."""
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -53,7 +53,7 @@ def _find(path: str, fallback: Any = None) -> Any:
 
 def _raising(name: str) -> Any:
     class Missing:
-        """Stands for a function or a class: calling it, or making an instance of a subclass, raises."""
+        """Replaces a missing function or class: calling it, or creating an instance of a subclass, raises."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
             raise _error(name)
@@ -63,34 +63,34 @@ def _raising(name: str) -> Any:
 
 # ── autograd ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# ``torch.set_grad_enabled`` costs six times as much, for the object that it makes.
+# ``torch.set_grad_enabled`` takes six times as long, because it creates an object.
 set_grad_enabled: Callable[[bool], Any] = _find("_C._set_grad_enabled", torch.set_grad_enabled)
 
 
-# Autograd's engine without the argument checks of ``torch.autograd.backward``, which cost as much as a small backward.
+# Autograd's engine without the argument checks of ``torch.autograd.backward``, which take as long as a small backward.
 run_backward: Callable[..., Any] = _find("autograd.Variable._execution_engine.run_backward")
 
 # Calls a function at the end of the backward that is running.
 queue_callback: Callable[[Callable[[], None]], None] = _find("autograd.Variable._execution_engine.queue_callback")
 
-# The number of the backward that is running, the same in all of autograd's threads. Numbers that never repeat say that
-# two calls are never in one backward: weight gradients that device threads compute are then not deferred.
+# The number of the running backward, the same in all threads of autograd. The fallback never returns a number twice, so
+# no two calls seem to be in the same backward: weight gradients computed by device threads are then not deferred.
 current_graph_task: Callable[[], int] = _find("_C._current_graph_task_id", itertools.count().__next__)
 
-# Whether the backward that is running was called with ``retain_graph``. If unknown, graphs are kept.
+# Whether the running backward was called with ``retain_graph``. If unknown, graphs are kept.
 graph_task_keeps_graph: Callable[[], bool] = _find("_C._autograd._get_current_graph_task_keep_graph", lambda: True)
 
-# The innermost saved-tensor hooks, or None. If unknown there may always be some: then nothing is deferred.
+# The innermost saved-tensor hooks, or None. The fallback is a pair, as if hooks were set: then nothing is deferred.
 top_saved_tensors_hooks: Callable[[bool], Any] = _find(
     "_C._autograd._top_saved_tensors_default_hooks", lambda _: (None, None)
 )
 
-# The class of autograd nodes that are written in Python.
+# The class of autograd nodes implemented in Python.
 PythonNode: Any = _find("_C._FunctionBase", torch.autograd.function.BackwardCFunction)
 
 
 def unchecked_apply(function: type[Function]) -> Callable[..., Tensor]:
-    """``function.apply``, and its ``backward``, without their checks in Python (functorch, ``vjp``)."""
+    """``function.apply``, and its ``backward``, without the checks in Python (functorch, ``vjp``)."""
     base = getattr(super(Function, function), "apply", None)
     if base is None or not hasattr(function, "_backward_cls"):
         return function.apply
@@ -99,7 +99,7 @@ def unchecked_apply(function: type[Function]) -> Callable[..., Tensor]:
 
 
 def raw_saved_tensors(node: Any) -> list[Tensor]:
-    """The tensors that an autograd node has saved, without calling unpack hooks; none where torch does not tell."""
+    """The tensors saved by an autograd node, without calling unpack hooks; empty if torch does not expose them."""
     found: list[Any] = []
     for name in dir(node):
         if name.startswith("_raw_saved"):
@@ -110,22 +110,22 @@ def raw_saved_tensors(node: Any) -> list[Tensor]:
 
 
 def saved_value(node: Any, name: str) -> Any:
-    """A value that an autograd node has saved for its backward; None where it has none, or torch does not show it."""
+    """A value saved by an autograd node for its backward; None if there is none, or if torch does not expose it."""
     return getattr(node, f"_saved_{name}", None)
 
 
 # ── dispatch and modes ───────────────────────────────────────────────────────────────────────────────────────────────
 
-try:  # the base class of modes that see every operator
+try:  # the base class of modes that intercept every operator
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 except ImportError:
     TorchDispatchMode = _raising("torch.utils._python_dispatch.TorchDispatchMode")  # type: ignore[misc]
 
-# Leave ``__torch_function__`` out: of subclasses and modes, and of subclasses alone.
+# Contexts that disable ``__torch_function__``: that of subclasses and modes, and that of subclasses only.
 DisableTorchFunction: Any = _find("_C.DisableTorchFunction")
 DisableTorchFunctionSubclass: Any = _find("_C.DisableTorchFunctionSubclass")
 
-# Both are asked for each op of a forward. If unknown, the answer is yes: ops then take the plain path.
+# Both are called for each op of a forward. The fallback is True: ops then take the path without deferral.
 functorch_active: Callable[[], bool] = _find("_C._are_functorch_transforms_active", lambda: True)
 any_autocast_enabled: Callable[[], bool] = _find("_C._is_any_autocast_enabled", lambda: True)
 
@@ -138,18 +138,18 @@ except ImportError:
 
 
 def profiler_enabled() -> bool:
-    """Whether torch's profiler is on; if unknown it is off, and its traces lack the names of actions."""
+    """Whether torch's profiler is on. If unknown, the result is False, and profiles lack the names of actions."""
     return bool(getattr(profiler, "_is_profiler_enabled", False))
 
 
 def profile_all_threads() -> Any:
-    """The ``experimental_config`` with which the profiler sees all threads; None, its default, without one."""
+    """The ``experimental_config`` for profiling all threads; None, the default, if torch has no such config."""
     config = _find("_C._profiler._ExperimentalConfig", lambda **_: None)
     return config(profile_all_threads=True)
 
 
 def fake_tensor_mode() -> FakeTensorMode:
-    """A mode whose tensors have shapes and no memory. Meta tensors would not do: they forget their device."""
+    """A mode for tensors with shapes but without memory. Unlike meta tensors, they have a device."""
     try:
         return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[no-any-return]
     except (ImportError, AttributeError):
@@ -162,7 +162,7 @@ def is_fake_tensor(tensor: Any) -> bool:
 
 @contextmanager
 def unlogged_fake_tensor_errors() -> Iterator[None]:
-    """torch logs each operator that fake tensors cannot compute, also where the caller has another way."""
+    """Suppress torch's log of operators that fake tensors cannot compute, for callers with a fallback."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -174,7 +174,7 @@ def unlogged_fake_tensor_errors() -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute, where it exists."""
+    """Replace an attribute temporarily, if it exists."""
     original = getattr(owner, name, None)
     try:
         if original is not None:
@@ -186,14 +186,14 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def unchecked_data() -> AbstractContextManager[None]:
-    """Leave out ``torch._check_tensor_all``: an assertion about data, which fake tensors do not have."""
+    """Disable ``torch._check_tensor_all``, an assertion about data, which fake tensors do not have."""
     return _replaced(torch, "_check_tensor_all_with", lambda *_: None)
 
 
 def replaced_checkpoint(around: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
-    """Let ``checkpoint(function, …, use_reentrant=False)`` call its function in ``around()`` and do nothing else.
+    """Make ``checkpoint(function, …, use_reentrant=False)`` call its function in the context ``around()`` only.
 
-    Without torch's generator, checkpoints run as they are.
+    If torch does not have its generator, checkpoints are unchanged.
     """
 
     def generator(*_: Any, **__: Any) -> Iterator[None]:
@@ -205,23 +205,23 @@ def replaced_checkpoint(around: Callable[[], AbstractContextManager[None]]) -> A
 
 # ── tensors and operators ────────────────────────────────────────────────────────────────────────────────────────────
 
-# The same memory as a tensor that is no view: it may be changed in place where a view may not.
+# Shares the memory but is not a view for autograd: it may be modified in place where a view may not.
 unsafe_view: Callable[..., Tensor] = _find("ops.aten._unsafe_view.default")
 
-# The CUDA kernels of RMSNorm; None where its weight gradient is left to autograd.
+# The CUDA kernels of RMSNorm. If None, autograd computes its weight gradient.
 fused_rms_norm: Any = getattr(getattr(torch.ops.aten, "_fused_rms_norm", None), "default", None)
 fused_rms_norm_backward: Any = getattr(getattr(torch.ops.aten, "_fused_rms_norm_backward", None), "default", None)
 
 
 def storage_id(tensor: Tensor) -> int:
-    """The identity of a tensor's storage, which is also one where it has no memory."""
+    """The identity of a tensor's storage, even if the storage has no memory."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except AttributeError:
         raise _error("UntypedStorage._cdata") from None
 
 
-# One kernel for many gradients: multiplies them, and looks for values that are not finite.
+# Multiplies many gradients in one kernel, and checks them for values that are not finite.
 foreach_unscale_: Callable[..., None] = _find("_amp_foreach_non_finite_check_and_unscale_")
 
 
@@ -241,13 +241,13 @@ NormBase = _NormBase
 
 
 def has_global_module_hooks() -> bool:
-    """Whether hooks are registered that run for every module."""
+    """Whether global module hooks are registered."""
     kinds = ("forward", "forward_pre", "backward", "backward_pre")
     return any(getattr(nn.modules.module, f"_global_{kind}_hooks", None) for kind in kinds)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile runs this module: its backward is compiled, too."""
+    """Whether this module runs under torch.compile, which also compiles its backward."""
     dynamo = sys.modules.get("torch._dynamo")  # imported only by a program that compiles
     return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
@@ -261,15 +261,15 @@ def default_store() -> Any:
 
 
 def gloo_options() -> Any:
-    """Options of a gloo group: its device, timeout and number of threads."""
+    """Options of a gloo group: device, timeout and number of threads."""
     return _find("distributed.ProcessGroupGloo._Options", _find("distributed.ProcessGroupGloo.Options"))()
 
 
 def abort_gloo_work(work: Any) -> None:
-    """Make the wait for a send or a receive of gloo return False, in any thread. Other works are left alone.
+    """Make the wait for a send or receive of gloo return False, in any thread. Other work objects are unchanged.
 
-    torch has this method in C++ alone. An object of pybind11 holds the address of its C++ object, whose first word is
-    the address of the methods of its class: they tell a send or a receive from everything else.
+    torch has this method in C++ only. A pybind11 object has the address of its C++ object. The first word of the C++
+    object is the address of its vtable, which identifies sends and receives.
     """
     if not isinstance(work, dist.Work):
         return
@@ -282,12 +282,12 @@ def abort_gloo_work(work: Any) -> None:
             methods = ctypes.addressof(table) + 2 * ctypes.sizeof(table)  # after two words of type information
             if address is not None and ctypes.c_void_p.from_address(address).value == methods:
                 abort(ctypes.c_void_p(address))
-    except (OSError, AttributeError, ValueError):  # another platform or torch: the wait ends with its own timeout
+    except (OSError, AttributeError, ValueError):  # another platform or torch version: the wait ends with its timeout
         return
 
 
 def process_groups() -> list[tuple[dist.ProcessGroup, str]]:
-    """All process groups that torch knows of, with their backends' names; none where it does not tell."""
+    """All process groups of this process, with the names of their backends; empty if torch does not expose them."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return [(group, backend) for group, (backend, _) in list(world.pg_map.items())] if world is not None else []
 
@@ -300,7 +300,7 @@ def nccl_backend(group: dist.ProcessGroup) -> Any:
 
 
 def stored_chunk(file: str, offset: int, length: int) -> Any:
-    """Where ``torch.distributed.checkpoint`` finds a tensor, or a chunk of one, in its files."""
+    """The location of a tensor, or of a chunk of one, in the files of ``torch.distributed.checkpoint``."""
     try:
         from torch.distributed.checkpoint.filesystem import _StorageInfo
     except ImportError:
@@ -309,7 +309,7 @@ def stored_chunk(file: str, offset: int, length: int) -> Any:
 
 
 def ddp_comm_hooks(wrapper: nn.parallel.DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """The communication hooks that were registered on a DDP module: its own list, to which one may be added later."""
+    """The list of communication hooks of a DDP module itself, not a copy: hooks may be added later."""
     hooks: list[tuple[Callable[..., Any], object]] | None = getattr(wrapper, "_comm_hooks", None)
     if hooks is None:
         raise _error("DistributedDataParallel._comm_hooks")
@@ -317,13 +317,13 @@ def ddp_comm_hooks(wrapper: nn.parallel.DistributedDataParallel) -> list[tuple[C
 
 
 def ddp_builtin_hook(wrapper: nn.parallel.DistributedDataParallel) -> str | None:
-    """The name of a communication hook in C++ that was registered on a DDP module."""
+    """The name of the built-in (C++) communication hook of a DDP module; None if it has none."""
     read = getattr(wrapper, "_get_ddp_logging_data", None)
     return read().get("comm_hook") or None if read is not None else None
 
 
 def composable_registry(module: nn.Module) -> Any:
-    """Which of torch's composable APIs (``replicate``, ``fully_shard``) were called on a module; none if unknown."""
+    """The composable APIs (``replicate``, ``fully_shard``) that were called on a module; empty if unknown."""
     try:
         contract = importlib.import_module("torch.distributed._composable.contract")
         return contract._get_registry(module) or ()
@@ -332,7 +332,7 @@ def composable_registry(module: nn.Module) -> Any:
 
 
 def fsdp_state(module: Any) -> Any:
-    """FSDP2's state of a module that ``fully_shard`` was called on, checked for the parts that Penstock uses."""
+    """FSDP2's state of a module with ``fully_shard``, checked for the attributes that Penstock uses."""
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     for name in ("_lazy_init", "_state_ctx", "_mp_policy", "_root_post_backward_final_callback"):
         if not hasattr(state, name):
@@ -341,7 +341,7 @@ def fsdp_state(module: Any) -> Any:
 
 
 def fsdp_param_groups(state: Any) -> list[Any]:
-    """The parameter groups of an FSDP2 state; before torch 2.12 it had one at most."""
+    """The parameter groups of an FSDP2 state; at most one before torch 2.12."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
