@@ -21,8 +21,8 @@ from typing import Any
 
 from penstock.errors import PlanError
 
-_LARGEST = 2**63
-_DEEPEST = 100  # levels of nesting: far more than in valid files, and far below Python's recursion limit
+_MAX_INT = 2**63
+_MAX_DEPTH = 100  # levels of nesting: far more than in valid files, and far below Python's recursion limit
 _NAMES = {str: "a text", bool: "true or false", int: "a whole number, from 0 up", float: "a number"}
 
 
@@ -42,8 +42,8 @@ def parse_json(text: str | bytes, problem: str) -> Any:
     level, depth = [data], 0
     while level := [inner for value in level for inner in _children(value)]:
         depth += 1
-        if depth > _DEEPEST:
-            raise PlanError(f"{problem}: it is nested more than {_DEEPEST} levels deep")
+        if depth > _MAX_DEPTH:
+            raise PlanError(f"{problem}: it is nested more than {_MAX_DEPTH} levels deep")
     return data
 
 
@@ -73,17 +73,17 @@ def check_schema(data: Any, schema: Any, where: str) -> None:
         for i, value in enumerate(data):
             check_schema(value, schema[i if isinstance(schema, tuple) else 0], f"{where}[{i}]")
     elif schema is int:
-        _require(type(data) is int and 0 <= data < _LARGEST, data, where, _NAMES[int])
+        _require(type(data) is int and 0 <= data < _MAX_INT, data, where, _NAMES[int])
     elif schema is float:
-        number = (type(data) is float and math.isfinite(data)) or (type(data) is int and abs(data) < _LARGEST)
+        number = (type(data) is float and math.isfinite(data)) or (type(data) is int and abs(data) < _MAX_INT)
         _require(number, data, where, _NAMES[float])
     elif schema == math.inf:
-        _require(data == math.inf or (type(data) in (int, float) and 0 <= data < _LARGEST), data, where, _NAMES[float])
+        _require(data == math.inf or (type(data) in (int, float) and 0 <= data < _MAX_INT), data, where, _NAMES[float])
     elif schema is not object:
         _require(type(data) is schema, data, where, _NAMES[schema])
 
 
 def _require(valid: bool, data: Any, where: str, expected: str) -> None:
     if not valid:
-        text = str(data) if type(data) is not int or abs(data) < _LARGEST else "too large"  # str() fails
+        text = str(data) if type(data) is not int or abs(data) < _MAX_INT else "too large"  # str() fails
         raise PlanError(f"{where} must be {expected}, but is {text if len(text) <= 40 else f'{text[:40]}…'}")

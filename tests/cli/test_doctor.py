@@ -140,7 +140,7 @@ def test_this_machine(tmp_path: Path) -> None:
 def found_by_ranks(rank: int) -> list[Finding]:
     with mock.patch.object(links, "ROUNDS", 8):  # not as exact as by default
         between = doctor._check_ranks()
-    return doctor._of_all_ranks([*between, Finding("warn" if rank == 2 else "ok", "cores", f"of {rank}")])
+    return doctor._gather_findings([*between, Finding("warn" if rank == 2 else "ok", "cores", f"of {rank}")])
 
 
 def test_between_the_ranks_of_a_launcher() -> None:

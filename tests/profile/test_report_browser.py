@@ -190,7 +190,8 @@ def test_actions_one_by_one_with_keys(browser: Browser, tmp_path: Path) -> None:
         names.append((tip(browser) or "").split("\n")[0])
     assert names[:4] == ["0F0 on rank 0", "0B0 on rank 0", "0B0 on rank 0", "0F0 on rank 0"]
     assert names[5] == "1F0 on rank 1"
-    assert browser.run("document.getElementById('said').textContent").startswith("1F0 on rank 1, forward of stage 1")
+    announced = browser.run("document.getElementById('announcement').textContent")
+    assert announced.startswith("1F0 on rank 1, forward of stage 1")
     browser.press_key("Escape")
     assert tip(browser) is None
 
@@ -238,7 +239,7 @@ def test_a_step_is_chosen(browser: Browser, tmp_path: Path) -> None:
     for key, at in (("s", 3), ("s", 3), ("S", 2), ("S", 1), ("S", 0), ("S", 0)):
         browser.press_key(key)
         assert chosen(browser) == STEPS[at]
-    assert browser.run("document.getElementById('said').textContent") == STEPS[0][0]
+    assert browser.run("document.getElementById('announcement').textContent") == STEPS[0][0]
     bar = "document.querySelector('#step-times [data-step=\"1\"]')"
     x, y, width, height = browser.run(f"((b) => [b.x, b.y, b.width, b.height])({bar}.getBoundingClientRect())")
     assert height == pytest.approx(40, abs=1)

@@ -138,7 +138,7 @@ def test_steps_to_choose_from() -> None:
     text = page(analyze(several()))
     reader = read(text)
     data = json.loads("".join(reader.texts["script"][:1]))
-    assert [(step["name"], round(step["seconds"], 6), step["paper"]) for step in data["steps"]] == [
+    assert [(step["name"], round(step["seconds"], 6), step["has_simulation"]) for step in data["steps"]] == [
         ("step 0", 6.0, True),
         ("step 1", 12.0, True),
         ("step 2", 5.875, True),  # as long as the simulated one
@@ -234,7 +234,7 @@ def test_waits_take_time() -> None:
     assert all(wait[2] > wait[1] for wait in waits)
 
 
-@pytest.mark.parametrize("kind", ["html", "css", "words.js", "chart.js", "js"])
+@pytest.mark.parametrize("kind", ["html", "css", "text.js", "chart.js", "js"])
 def test_the_files_are_in_the_package(kind: str) -> None:
     assert files("penstock.profile.report").joinpath(f"page.{kind}").is_file()
     assert "profile/report/page.*" in (Path(__file__).parents[2] / "pyproject.toml").read_text()

@@ -67,7 +67,7 @@ app = typer.Typer(add_completion=False)
 @app.command(epilog=_DETAILS)
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write the findings as JSON.")] = False) -> int:
     """Check this machine for problems."""
-    findings = _of_all_ranks(list(examine()))
+    findings = _gather_findings(list(examine()))
     failed = list(dict.fromkeys(finding.what for finding in findings if finding.status == "fail"))
     if dist.is_initialized() and not is_rank0():
         return 0  # rank 0 prints for all ranks; a launcher would end it if another rank failed first
@@ -81,7 +81,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write the findi
     return int(bool(failed))
 
 
-def _of_all_ranks(findings: list[Finding]) -> list[Finding]:
+def _gather_findings(findings: list[Finding]) -> list[Finding]:
     """The findings of this rank; under a launcher also warnings and failures that only other ranks have."""
     if not dist.is_initialized():
         return findings

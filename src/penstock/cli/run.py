@@ -42,7 +42,7 @@ from penstock.train.checkpoint import PREEMPTED
 from penstock.train.launch import usable_cores
 
 _WORKER = str(Path(__file__).with_name("run_worker.py"))
-_ELASTIC = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}  # seconds, seconds, count
+_ELASTIC_CONFIG = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}  # seconds; count
 _LOCALHOST = "127.0.0.1"
 _LAST_LINES = 30  # lines shown of the stderr of a rank that recorded no error
 
@@ -103,7 +103,7 @@ def run(
 ) -> int:
     """Run a training script in the processes of a pipeline."""
     total = stages * data * tensor
-    least, most = _machines(nnodes, elastic)
+    least, most = _parse_nnodes(nnodes, elastic)
     if total % most and not elastic:
         raise UsageError(f"{total} processes cannot be divided equally among --nnodes {most} machines")
     if elastic and (data > 1 or tensor > 1):
@@ -141,11 +141,11 @@ def run(
         run_id="penstock",
         max_restarts=max_restarts if elastic else 0,
         monitor_interval=0.1,
-        logs_specs=_Logs(directory, all_ranks),
+        logs_specs=_RankLogs(directory, all_ranks),
         log_line_prefix_template="[rank ${rank}] ",
         rdzv_backend="static" if master else "c10d" if endpoint else _LocalRendezvous.BACKEND,
         rdzv_endpoint=endpoint or "",
-        rdzv_configs=_ELASTIC if elastic else {"rank": node_rank} if master else {},
+        rdzv_configs=_ELASTIC_CONFIG if elastic else {"rank": node_rank} if master else {},
     )
     mesh = {"PENSTOCK_PIPE": str(stages), "PENSTOCK_DATA": str(data), "PENSTOCK_TENSOR": str(tensor)}
     keep = log_dir is not None
@@ -217,7 +217,7 @@ class _LocalRendezvous(RendezvousHandler):
 rendezvous_handler_registry.register(_LocalRendezvous.BACKEND, _LocalRendezvous)
 
 
-def _machines(nnodes: str, elastic: bool) -> tuple[int, int]:
+def _parse_nnodes(nnodes: str, elastic: bool) -> tuple[int, int]:
     """The minimum and maximum number of machines."""
     least, _, most = nnodes.partition(":")
     if not all(n.isdecimal() and int(n) for n in (least, most or least)) or int(least) > int(most or least):
@@ -262,7 +262,7 @@ def _environment(variables: dict[str, str], processes: int, cpu: bool, local: bo
         os.environ.update(before)
 
 
-class _Logs(LogsSpecs):
+class _RankLogs(LogsSpecs):
     """Rank 0 writes to the terminal. The output of other ranks is written to files, and shown if ``show_all``."""
 
     def __init__(self, directory: Path, show_all: bool) -> None:

@@ -206,9 +206,9 @@ def _host_time(
 ) -> tuple[float, float]:
     """``Link.host`` and ``Link.host_bandwidth``, means of all ranks; ``size`` bytes take up to ``slowest`` seconds."""
     rank, count = mesh.pipe_rank, mesh.pipe
-    last, after = (rank - 1) % count, (rank + 1) % count
-    out = endpoints.get((rank, after, "F")) or endpoints[rank, after, "B"]
-    back = endpoints.get((last, rank, "F")) or endpoints[last, rank, "B"]
+    previous, following = (rank - 1) % count, (rank + 1) % count
+    out = endpoints.get((rank, following, "F")) or endpoints[rank, following, "B"]
+    back = endpoints.get((previous, rank, "F")) or endpoints[previous, rank, "B"]
     sizes = [max(1, size // part) for part in FRACTIONS]
     times = [host_time_per_message(out, back, n, slowest * n / size, rank % 2) for n in sizes]
     everyone = [one["times"] for one in rendezvous.gather({"times": times})]
@@ -249,7 +249,7 @@ def _cpu_time(out: Endpoint, back: Endpoint, load: Callable[[], None], size: int
     buffers = back.buffer_factories([TensorMeta(value.shape, value.dtype)])
     computed, works = 0.0, list[object]()
     begin = process_time()
-    coming = back.recv(buffers)
+    posted = back.recv(buffers)
     for number in range(ROUNDS):
         for half in (0, 1):
             if half == turn:
@@ -258,9 +258,9 @@ def _cpu_time(out: Endpoint, back: Endpoint, load: Callable[[], None], size: int
             start = thread_time()
             load()
             computed += thread_time() - start
-        after = back.recv(buffers) if number < ROUNDS - 1 else []
-        back.wait_tensors(coming)
-        coming = after
+        next_posted = back.recv(buffers) if number < ROUNDS - 1 else []
+        back.wait_tensors(posted)
+        posted = next_posted
     out.wait(works)
     return process_time() - begin - computed
 

@@ -115,34 +115,35 @@ def measure_costs(
     clock = None if target is None else partial(count_time, target)
     sample_arguments(sample)  # raises for an invalid sample
     accelerators_of(chain.model, sample)  # raises for meta tensors
-    there, spread = _device(chain, sample, device)
+    run_device, several_devices = _device(chain, sample, device)
     parts = _size_samples(sample, targets, loss_fn, sizes)
     count = len(chain.layers)
     other_bytes = 2 * sum(map(tensor_bytes, chain.model.parameters()))
     costs = []
-    with _preserved(threads), progress_ui() if progress is None else nullcontext(progress) as shown:
+    with _preserve_threads_and_rng(threads), progress_ui() if progress is None else nullcontext(progress) as display:
         dtypes = {parameter.dtype for parameter in chain.model.parameters()}
         ratios = {dtype: optimizer_state_ratio(optimizer, dtype) for dtype in dtypes}
-        overhead = measure_overhead(there, min(0.2, seconds / 20)) if clock is None else ActionTimes(*[0.0] * 5)
+        overhead = measure_overhead(run_device, min(0.2, seconds / 20)) if clock is None else ActionTimes(*[0.0] * 5)
         for samples, part, part_targets in parts:
             timings: list[list[LayerTimings]] = [[] for _ in range(count)]
 
             def timer(
-                layer: LayerRun, shown: ProgressUI = shown, timings: list[list[LayerTimings]] = timings
+                layer: LayerRun, display: ProgressUI = display, timings: list[list[LayerTimings]] = timings
             ) -> tuple[float, float]:
                 budget = seconds / len(parts) / count / TURNS
-                timings[layer.index].append(time_layer(layer, there, budget, other_bytes, clock))
-                shown.advance(f"{layer.name} ({layer.index + 1} of {count})")
+                timings[layer.index].append(time_layer(layer, run_device, budget, other_bytes, clock))
+                display.advance(f"{layer.name} ({layer.index + 1} of {count})")
                 return 0.0, 0.0  # only the bytes of the measurement are used
 
             finish: Callable[[Any], Any] | None = None
             if loss_fn is not None:
-                (moved,) = split_targets(part_targets, (batch_size(part_targets, "targets") or 1,), there)
+                (moved,) = split_targets(part_targets, (batch_size(part_targets, "targets") or 1,), run_device)
                 finish = partial(lambda targets, output: loss_fn(output, targets), moved)
             until = perf_counter() + seconds / len(parts)
             while not timings[0] or (clock is None and len(timings[0]) < TURNS and perf_counter() < until):
-                shown.begin(f"measuring {samples} samples", count)
-                measured = measure(chain, part, device=None if spread else there, finish=finish, timer=timer)
+                display.begin(f"measuring {samples} samples", count)
+                placed = None if several_devices else run_device
+                measured = measure(chain, part, device=placed, finish=finish, timer=timer)
             firsts, consecutive = zip(*map(median_times, timings), strict=True)
             differences = [one.minus(two) for one, two in zip(firsts, consecutive, strict=True)]
             launch = map(median, zip(*differences, strict=True))
@@ -168,7 +169,7 @@ def measure_costs(
                 samples=samples,
                 shared=_shared(chain),
                 kept_together=_kept_together(measured.kept),
-                device=there.type if target is None else target.name,
+                device=run_device.type if target is None else target.name,
                 overhead=Overhead(**per_action._asdict()),
             )
             costs.append(model_costs)
@@ -189,7 +190,7 @@ def _device(chain: LayerChain, sample: Any, device: str | torch.device | None) -
 
 
 @contextmanager
-def _preserved(threads: int | None) -> Iterator[None]:
+def _preserve_threads_and_rng(threads: int | None) -> Iterator[None]:
     """Set the number of intra-op threads; at the end, restore it and the state of the random number generators.
 
     Modules that torch imports on first use draw random numbers, too.

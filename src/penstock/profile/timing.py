@@ -148,7 +148,7 @@ def time_layer(
     instead of measuring, each action runs once.
     """
     module = layer.stage if layer.targets else _BackwardRoots(layer.stage)
-    takes, gives = len(layer.values), max(1, len(layer.targets))
+    num_sources, num_targets = len(layer.values), max(1, len(layer.targets))
     flushed = min(other_bytes, FLUSHED_BYTES) if device.type == "cpu" and clock is None else 0
     others = torch.ones(-(-flushed // 4))
     consecutive = clock is None and _single_gpu(layer.devices) is not None and not _changes_buffers(layer)
@@ -166,7 +166,7 @@ def time_layer(
         for leaves, spec in map(flatten, layer.inputs()):
             wants = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
             messages.append(Message(leaves, spec, wants).detached())
-        return merge_messages(messages)[0] if takes > 1 else messages[0]
+        return merge_messages(messages)[0] if num_sources > 1 else messages[0]
 
     def forwards(engine: StageEngine, slots: Sequence[Slot]) -> tuple[Callable[[], Seconds], list[list[Tensor | None]]]:
         """Time a forward; return gradients of ones for its outputs, which are released as after a send."""
@@ -180,7 +180,7 @@ def time_layer(
             slot.messages = []
         return done, grads
 
-    saving = StageEngine(layer.index, module, device, num_sources=takes, num_targets=gives)
+    saving = StageEngine(layer.index, module, device, num_sources=num_sources, num_targets=num_targets)
     full, split = [Slot() for _ in numbers], [Slot(saving.new_queue()) for _ in numbers]
     deferred: list[int] = []
 
@@ -193,7 +193,7 @@ def time_layer(
             deferred.append(deferred_bytes(split[0], saving))
         return [forward, backward, input_gradient, timed(saving.weight_gradient, split)]
 
-    recomputing = StageEngine(layer.index, module, device, num_sources=takes, num_targets=gives)
+    recomputing = StageEngine(layer.index, module, device, num_sources=num_sources, num_targets=num_targets)
     recomputing.rng, recomputing.buffer_guard = StageRng(module, device, None), BufferGuard(module)
     recomputing.python_state = PythonStateGuard(module)
     dropped = [Slot(saved=SavedForward()) for _ in numbers]

@@ -60,7 +60,7 @@ class LoweredProgram:
         return " ".join(map(str, self.instructions))
 
 
-class _Transfer(NamedTuple):
+class _Message(NamedTuple):
     """A message from one rank to another."""
 
     src: int  # stage that produces it
@@ -70,7 +70,7 @@ class _Transfer(NamedTuple):
     consumed: int  # position of the consuming action in its rank's order
 
 
-_ByAction = dict[int, list[Instruction]]
+_ByPosition = dict[int, list[Instruction]]
 """Instructions by the position of the action in the order of its rank."""
 
 
@@ -96,9 +96,9 @@ def lower(
     clocks = _vector_clocks(schedule, crossing)
     held = {"F": 1, "B": -1, "W": -1} if schedule.trains else {}
     in_flight = [max(accumulate(held.get(action.kind, 0) for action in o), default=0) for o in schedule.orders]
-    before: list[_ByAction] = [defaultdict(list) for _ in schedule.orders]
-    sends: list[_ByAction] = [defaultdict(list) for _ in schedule.orders]
-    sent: list[_ByAction] = [defaultdict(list) for _ in schedule.orders]
+    before: list[_ByPosition] = [defaultdict(list) for _ in schedule.orders]
+    sends: list[_ByPosition] = [defaultdict(list) for _ in schedule.orders]
+    sent: list[_ByPosition] = [defaultdict(list) for _ in schedule.orders]
     for (sender, receiver, direction), channel in messages.items():
         # A receive is posted ``depth - 1`` messages before the consuming action, and never after the receive of a later
         # message. It is not posted before the actions of the receiver that the message depends on: the message cannot
@@ -140,7 +140,7 @@ def lower(
     return programs
 
 
-def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int, str], list[_Transfer]]:
+def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int, str], list[_Message]]:
     """The messages between ranks, per (sender, receiver, direction), in the order in which they are produced."""
     position = {
         ("F" if a.kind == "F" else "B", a.stage, a.microbatch): i
@@ -148,7 +148,7 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
         for i, a in enumerate(order)
         if a.kind == "F" or a.kind in BACKWARD
     }
-    channels: dict[tuple[int, int, str], list[_Transfer]] = defaultdict(list)
+    channels: dict[tuple[int, int, str], list[_Message]] = defaultdict(list)
     for edge in edges:
         for direction, (src, dst) in (("F", edge), ("B", edge[::-1])):
             a, b = schedule.placement[src], schedule.placement[dst]
@@ -157,14 +157,14 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
             for k in range(schedule.num_microbatches):
                 if (direction, src, k) in position and (direction, dst, k) in position:
                     produced, consumed = position[direction, src, k], position[direction, dst, k]
-                    channels[a, b, direction].append(_Transfer(src, dst, k, produced, consumed))
+                    channels[a, b, direction].append(_Message(src, dst, k, produced, consumed))
     for channel in channels.values():
         channel.sort(key=lambda message: (message.produced, message.dst))
     return dict(channels)
 
 
 def _assemble(
-    rank: int, order: Sequence[Action], before: _ByAction, sends: _ByAction, sent: _ByAction, trains: bool
+    rank: int, order: Sequence[Action], before: _ByPosition, sends: _ByPosition, sent: _ByPosition, trains: bool
 ) -> LoweredProgram:
     """Assemble the program of a rank: each action with its receives, sends and releases, and its slot."""
     last = {action.stage: i for i, action in enumerate(order)}

@@ -89,7 +89,7 @@ def zb_h1(p: int, m: int) -> Schedule:
         rank 1: .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         rank 2: .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
-    return Schedule.of("zb_h1", loop(p), (_deferring(r, m, p - r, r) for r in range(p)), m)
+    return Schedule.of("zb_h1", loop(p), (_zero_bubble_order(r, m, p - r, r) for r in range(p)), m)
 
 
 @register("zb_h2", "split backward; no idle time after the first action, twice 1F1B's memory", memory="2 * p - 1")
@@ -102,10 +102,10 @@ def zb_h2(p: int, m: int) -> Schedule:
         rank 1: .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
         rank 2: .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
-    return Schedule.of("zb_h2", loop(p), (_deferring(r, m, 2 * (p - r) - 1, 2 * r) for r in range(p)), m)
+    return Schedule.of("zb_h2", loop(p), (_zero_bubble_order(r, m, 2 * (p - r) - 1, 2 * r) for r in range(p)), m)
 
 
-def _deferring(r: int, m: int, warmup: int, lag: int) -> list[Action]:
+def _zero_bubble_order(r: int, m: int, warmup: int, lag: int) -> list[Action]:
     """The order of rank r: ``warmup`` forwards; then I, the W of ``lag`` micro-batches earlier, and F in turn; then
     the remaining W.
 

@@ -40,12 +40,12 @@ class Simulation:
     @property
     def bubbles(self) -> tuple[float, ...]:
         """The idle fraction of the makespan, per rank."""
-        return tuple(_idle(busy, self.makespan) for busy in self.busy)
+        return tuple(_idle_fraction(busy, self.makespan) for busy in self.busy)
 
     @property
     def bubble(self) -> float:
         """The idle fraction of the makespan, over all ranks."""
-        return _idle(sum(self.busy), self.makespan * self.schedule.num_ranks)
+        return _idle_fraction(sum(self.busy), self.makespan * self.schedule.num_ranks)
 
     @property
     def span_bubble(self) -> float:
@@ -55,7 +55,7 @@ class Simulation:
         have a ``span_bubble`` of 0, and a ``bubble`` above 0.
         """
         span = max(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True))
-        return _idle(sum(self.busy), span * self.schedule.num_ranks)
+        return _idle_fraction(sum(self.busy), span * self.schedule.num_ranks)
 
     @cached_property
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
@@ -143,7 +143,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edg
     return Simulation(schedule, costs, report, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
-def _idle(busy: float, total: float) -> float:
+def _idle_fraction(busy: float, total: float) -> float:
     """The fraction of ``total`` that is not ``busy``; 0 where ``total`` is 0."""
     return max(0.0, 1 - busy / total) if total else 0.0
 

@@ -137,10 +137,10 @@ def dualpipev(p: int, m: int) -> Schedule:
     """
     if m < 2 * p:
         return dualpipev(p, 2 * p).first(m)
-    return Schedule.of("dualpipev", vee(p), (_phases(p, m, r) for r in range(p)), m)
+    return Schedule.of("dualpipev", vee(p), (_dualpipev_order(p, m, r) for r in range(p)), m)
 
 
-def _phases(p: int, m: int, r: int) -> Iterator[Action]:
+def _dualpipev_order(p: int, m: int, r: int) -> Iterator[Action]:
     """The order of rank r. Index 0 is its stage in the first half of the model, index 1 the one in the second half."""
     stages = (r, 2 * p - 1 - r)
     next_microbatch = {(i, kind): count() for i in (0, 1) for kind in "FB"}

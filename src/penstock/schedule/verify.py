@@ -63,7 +63,7 @@ def verify(schedule: Schedule, edges: Iterable[Edge] | None = None) -> MemoryRep
     report = _check_orders(schedule)
     _, blocked = topological_runs(schedule, edges)
     if blocked:
-        _deadlock(schedule, blocked)
+        _fail_deadlock(schedule, blocked)
     return report
 
 
@@ -73,17 +73,17 @@ def _check_orders(schedule: Schedule) -> MemoryReport:
     if num_stages * m > sum(map(len, schedule.orders)):  # too few actions: do not allocate for a huge m
         present = {(a.stage, a.microbatch) for order in schedule.orders for a in order}
         pairs = ((stage, microbatch) for stage in range(num_stages) for microbatch in range(m))
-        _incomplete(schedule, *next(pair for pair in pairs if pair not in present), _NOTHING)
+        _fail_incomplete(schedule, *next(pair for pair in pairs if pair not in present), _NOTHING)
     state = bytearray(num_stages * m)
     flights, deferreds = [], []
     for rank, order in enumerate(schedule.orders):
         flight = peak_flight = deferred = peak_deferred = 0
         for position, (stage, kind, microbatch) in enumerate(order):
             if not (0 <= stage < num_stages and 0 <= microbatch < m and placement[stage] == rank):
-                _illegal(schedule, rank, position)
+                _fail_illegal(schedule, rank, position)
             state_after = _TRANSITIONS[state[stage * m + microbatch]].get(kind)
             if state_after is None:
-                _illegal(schedule, rank, position)
+                _fail_illegal(schedule, rank, position)
             state[stage * m + microbatch] = state_after
             flight += _IN_FLIGHT[kind]
             deferred += _DEFERRED[kind]
@@ -94,7 +94,7 @@ def _check_orders(schedule: Schedule) -> MemoryReport:
     wanted = _DONE if schedule.trains else _FORWARD
     if state.count(wanted) < len(state):
         index = next(i for i, s in enumerate(state) if s != wanted)
-        _incomplete(schedule, *divmod(index, m), state[index])
+        _fail_incomplete(schedule, *divmod(index, m), state[index])
     if not schedule.trains:
         flights = [0] * schedule.num_ranks
     counts = [placement.count(rank) for rank in range(schedule.num_ranks)]
@@ -102,7 +102,7 @@ def _check_orders(schedule: Schedule) -> MemoryReport:
     return MemoryReport(tuple(flights), shares, tuple(deferreds))
 
 
-def _illegal(schedule: Schedule, rank: int, position: int) -> NoReturn:
+def _fail_illegal(schedule: Schedule, rank: int, position: int) -> NoReturn:
     """Raise the error for an action of a stage or micro-batch that does not exist, of a stage on another rank, of
     unknown kind, repeated, too early or too late, or for a B together with I and W.
     """
@@ -138,7 +138,7 @@ def _illegal(schedule: Schedule, rank: int, position: int) -> NoReturn:
     _fail(schedule, why, {rank: (position, "")})
 
 
-def _incomplete(schedule: Schedule, stage: int, microbatch: int, state: int) -> NoReturn:
+def _fail_incomplete(schedule: Schedule, stage: int, microbatch: int, state: int) -> NoReturn:
     """Raise the error for a stage that does not finish a micro-batch."""
     rank = schedule.placement[stage]
     order = schedule.orders[rank]
@@ -154,7 +154,7 @@ def _incomplete(schedule: Schedule, stage: int, microbatch: int, state: int) -> 
     _fail(schedule, f"{missing} of rank {rank} is missing: {rest}", {rank: mark})
 
 
-def _deadlock(schedule: Schedule, blocked: dict[int, tuple[int, int]]) -> NoReturn:
+def _fail_deadlock(schedule: Schedule, blocked: dict[int, tuple[int, int]]) -> NoReturn:
     """Raise the error for a deadlock: follow the waits from rank to rank until a rank repeats, which closes a cycle."""
     trail: list[int] = []
     rank = min(blocked)

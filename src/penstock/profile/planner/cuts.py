@@ -370,16 +370,16 @@ class _LocalSearch:
         self.missing = [0.0] * len(ranks)
         self.times = [self._evaluate(rank) for rank in range(len(ranks))]
         self.value = self._value()
-        while sum(map(self._move, self._near())) or any(map(self._move, self._pairs())):
+        while sum(map(self._move, self._adjacent_moves())) or any(map(self._move, self._paired_moves())):
             pass
 
-    def _near(self) -> Iterator[dict[int, int]]:
+    def _adjacent_moves(self) -> Iterator[dict[int, int]]:
         """Moves of one to three adjacent cuts by one layer."""
         inner = len(self.cuts) - 1
         for first, width, step in product(range(inner), (1, 2, 3), (-1, 1)):
             yield dict.fromkeys(range(first, min(first + width, inner)), step)
 
-    def _pairs(self) -> Iterator[dict[int, int]]:
+    def _paired_moves(self) -> Iterator[dict[int, int]]:
         """Moves of a cut of the slowest rank and of any other cut by one layer."""
         inner = range(len(self.cuts) - 1)
         slowest = self.times.index(max(self.times))

@@ -114,7 +114,7 @@ def search(
             found.append((one, candidate))
             fastest = min(fastest, candidate.seconds)
     if not found:
-        raise PlanError(_nothing_fits(evaluations))
+        raise PlanError(_infeasible_text(evaluations))
     found.sort(key=lambda pair: pair[1].seconds)
     for number, (one, candidate) in enumerate(found[:REFINED]):
         if one.lower_bound < fastest and time.thread_time() <= until:
@@ -207,7 +207,7 @@ class _Evaluation:
         self.rejected = Rejection(self.configuration, reason, None, required)
 
 
-def _nothing_fits(evaluations: Sequence[_Evaluation]) -> str:
+def _infeasible_text(evaluations: Sequence[_Evaluation]) -> str:
     """The error message if no configuration fits: the required memory, and remedies."""
     costs = evaluations[0].segments.costs
     limit = max(max(one.ranks.memory) for one in evaluations)

@@ -69,7 +69,7 @@ class Idle:
 def idle_times(trace: TraceData, step: StepRecord) -> list[Idle]:
     """The idle time of each rank with actions in ``step``."""
     sent_at = {id(one.wait): one.source.end for one in trace.messages(step) if one.wait is not None}
-    even = _even_gaps(trace, step)
+    even = _balanced_gaps(trace, step)
     found = []
     for parts in map(step.of, trace.replicas.values()):
         first = min((part.actions[0].start for part in parts), default=0.0)
@@ -99,7 +99,7 @@ def idle_times(trace: TraceData, step: StepRecord) -> list[Idle]:
     return found
 
 
-def _even_gaps(trace: TraceData, step: StepRecord) -> dict[Action, float]:
+def _balanced_gaps(trace: TraceData, step: StepRecord) -> dict[Action, float]:
     """Idle seconds before each action if all stages took the same time and messages none."""
     stages = trace.schedule.num_stages
     try:
@@ -163,7 +163,7 @@ def better_cut(trace: TraceData, base: Simulation) -> Repartition | None:
     after = tuple(partition(shares, len(groups)))
     costs = recut(base.costs, before, after)
     found = simulate(base.schedule, costs, trace.edges)
-    if max(found.peak_memory) > max(base.peak_memory) * _SAME or found.makespan >= base.makespan:
+    if max(found.peak_memory) > max(base.peak_memory) * _ROUNDING or found.makespan >= base.makespan:
         return None
     return Repartition(before, after, costs, _saved(base, found.makespan))
 
@@ -192,9 +192,9 @@ MIN_SAVING = 0.01
 """The smallest fraction of a step that advice must save."""
 
 SLOW = 1.1  # least ratio of a slow rank's time to that of other ranks
-_MORE = "more memory"
-_EDGES = 4  # number of slowest edges that are considered
-_SAME = 1 + 1e-9  # tolerance for rounding
+_MORE_MEMORY = "more memory"
+_MAX_EDGES = 4  # number of slowest edges that are considered
+_ROUNDING = 1 + 1e-9  # tolerance for rounding
 _MAX_SEARCHED_ACTIONS = 50_000  # limit for a search
 
 
@@ -221,20 +221,20 @@ def advise(trace: TraceData, idle: Sequence[Idle], base: Simulation | None, cut:
     found = [Advice("host", text, host, bound=True)]
     if base is not None and base.makespan:
         if base.schedule.trains:
-            found += [*_schedules(trace, base), *_microbatches(trace, base)]
-        found += [*_slow_ranks(trace, base), *_edges(trace, base)]
+            found += [*_other_schedules(trace, base), *_more_microbatches(trace, base)]
+        found += [*_slow_ranks(trace, base), *_faster_links(trace, base)]
         if cut is not None:
             text = f"{cut.text} saves {cut.saved:.0%} (if the layers of a stage cost alike)"
             found.append(Advice("cut", text, cut.saved))
     worth = [advice for advice in found if advice.saved >= MIN_SAVING]
-    return sorted(worth, key=lambda advice: (advice.bound, advice.what == _MORE, -advice.saved))
+    return sorted(worth, key=lambda advice: (advice.bound, advice.what == _MORE_MEMORY, -advice.saved))
 
 
 def _saved(base: Simulation, makespan: float) -> float:
     return 1 - makespan / base.makespan
 
 
-def _schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+def _other_schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     """The best fixed schedule within the current memory, the best with more, and a searched one if it is better."""
     costs = base.costs
     if not any(costs.of_stages("activation", base.schedule.num_stages)):
@@ -252,13 +252,13 @@ def _schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     for found in fixed:
         saved, peak, name = _saved(base, found.makespan), max(found.peak_memory), found.schedule.name
         note = split if found.schedule.kinds & {"I", "W"} else ""
-        if peak <= kept * _SAME:
+        if peak <= kept * _ROUNDING:
             best = saved
             yield Advice("schedule", f"schedule {name} saves {saved:.0%} at the same memory{note}", saved)
             break
         if not larger.text:
             more = f"{peak / kept:.2g} times the memory" if kept else "more memory"
-            larger = Advice(_MORE, f"schedule {name} saves {saved:.0%}, with {more}{note}", saved)
+            larger = Advice(_MORE_MEMORY, f"schedule {name} saves {saved:.0%}, with {more}{note}", saved)
     if larger.saved > best + MIN_SAVING:
         yield larger
     if "R" in now.kinds or sum(map(len, now.orders)) > _MAX_SEARCHED_ACTIONS:
@@ -284,7 +284,7 @@ def _same_placement(name: str, now: Schedule, m: int) -> Schedule:
     return with_recompute(build(name, now.num_ranks, m, each), modes)
 
 
-def _microbatches(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+def _more_microbatches(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     """Twice as many micro-batches of half the size."""
     now, m = base.schedule, 2 * base.schedule.num_microbatches
     with suppress(ScheduleError):  # a custom order
@@ -335,11 +335,11 @@ def _slow_ranks(trace: TraceData, base: Simulation) -> Iterator[Advice]:
             yield Advice("slow rank", f"{text}: at their speed, a step would save {saved:.0%}", saved)
 
 
-def _edges(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+def _faster_links(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     """Upper bounds of the savings by faster links, for the slowest edges."""
     costs, placement = base.costs, base.schedule.placement
     channels = [(src, dst) for src, dst in trace.edges if placement[src] != placement[dst]]
-    slowest = sorted(channels, key=lambda edge: -costs.of_edge("latency", edge))[:_EDGES]
+    slowest = sorted(channels, key=lambda edge: -costs.of_edge("latency", edge))[:_MAX_EDGES]
     for edge in (edge for edge in slowest if costs.of_edge("latency", edge)):
         latency = {other: costs.of_edge("latency", other) * (other != edge) for other in trace.edges}
         saved = _saved(base, simulate(base.schedule, replace(costs, latency=latency), trace.edges).makespan)

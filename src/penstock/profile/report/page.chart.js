@@ -143,7 +143,7 @@ class Chart {
     const y = this.row * this.height;
     if (y < this.box.scrollTop) this.box.scrollTop = y;
     if (y + this.height + AXIS > this.box.scrollTop + this.tall) this.box.scrollTop = y + this.height + AXIS - this.tall;
-    said.textContent = now.rows[this.row].name;
+    announcement.textContent = now.rows[this.row].name;
     this.draw();
   }
   next(by) {
@@ -161,6 +161,6 @@ class Chart {
     const y = box.top + AXIS + (this.row + 1) * this.height - this.box.scrollTop;
     const lines = describe(this.row, action, false);
     show(lines, box.left + this.x((action[3] + action[4]) / 2), y);
-    said.textContent = lines.join(", ");
+    announcement.textContent = lines.join(", ");
   }
 }

@@ -31,7 +31,7 @@ function hide() { tip.hidden = true; }
 const many = Math.max(...data.steps.map((step) => step.rows.length)) > 16;
 const BAR = many ? 13 : 20;
 const THIN = many ? 6 : 9;
-const paper = Object.keys(data.simulated).length > 0;
+const anySimulated = Object.keys(data.simulated).length > 0;
 function bars(chart, pen, actions, y, height, labels, chosen) {
   let drawn = -1;
   for (let i = first(actions, view.from); i < actions.length && actions[i][3] < view.to; i++) {
@@ -75,12 +75,12 @@ function paintActions(chart, pen, at, y) {
 }
 function hitActions(chart, { row: at, x, y }) {
   const row = now.rows[at], moment = chart.moment(x);
-  const onPaper = now.paper && y > BAR + 4;
-  const actions = onPaper ? simulated(row) : row.actions;
+  const onSimulated = now.has_simulation && y > BAR + 4;
+  const actions = onSimulated ? simulated(row) : row.actions;
   const near = (view.to - view.from) / (chart.width - chart.gutter);
   const i = first(actions, moment - near);
-  if (i < actions.length && actions[i][3] <= moment + near) return describe(at, actions[i], onPaper);
-  if (onPaper) return [`${row.name}, simulated`, "idle"];
+  if (i < actions.length && actions[i][3] <= moment + near) return describe(at, actions[i], onSimulated);
+  if (onSimulated) return [`${row.name}, simulated`, "idle"];
   const span = row.spans.find(([, start, end]) => start <= moment && moment <= end);
   if (span) return [row.name, `${span[0]}: ${time(span[2] - span[1])}`];
   if (i === actions.length) return [row.name, "idle after the last action"];
@@ -160,7 +160,7 @@ function go(number) {
   names();
   restart();
   all();
-  said.textContent = chooser.selectedOptions[0].textContent;
+  announcement.textContent = chooser.selectedOptions[0].textContent;
 }
 function turn(by) {
   const number = data.steps.indexOf(now) + by;
@@ -189,7 +189,7 @@ function colours() {
 }
 function resize() { for (const chart of charts) chart.size(); redraw(); }
 colours();
-new Chart("timeline-chart", BAR + (paper ? THIN + 2 : 0) + 7, paintActions, hitActions);
+new Chart("timeline-chart", BAR + (anySimulated ? THIN + 2 : 0) + 7, paintActions, hitActions);
 new Chart("memory-chart", MEMORY, paintMemory, hitMemory);
 const does = { in: () => zoom(0.6), out: () => zoom(1 / 0.6), left: () => pan(-0.25), right: () => pan(0.25), all,
   before: () => turn(-1), after: () => turn(1) };

@@ -71,7 +71,7 @@ def step_picker(findings: Findings) -> str:
         choice = f' data-step="{number_of[id(step)]}"' if id(step) in number_of else ""  # steps that can be chosen
         bars.append(f"<rect {place}{choice}/>")
     return (
-        '<div class="bar-of-tools"><label>Step <select id="step">' + "".join(options) + "</select></label>"
+        '<div class="toolbar"><label>Step <select id="step">' + "".join(options) + "</select></label>"
         '<div role="group" aria-label="Step" class="buttons">'
         '<button type="button" data-do="before" aria-label="Previous step">‹</button> '
         '<button type="button" data-do="after" aria-label="Next step">›</button></div></div>'
@@ -83,7 +83,7 @@ def step_picker(findings: Findings) -> str:
 
 # ── sections ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_MEANINGS = {
+_CAUSES = {
     "fill": "before the rank's first action, and waits before its first gradient that balanced stages would have",
     "drain": "after the rank's last action, and such waits after its first gradient",
     "imbalance": "waits for a stage that computes longer than balanced stages would",
@@ -95,7 +95,7 @@ _MEANINGS = {
 def page(findings: Findings) -> str:
     trace, schedule = findings.trace, findings.trace.schedule
     here = files("penstock.profile.report")
-    kinds = ("html", "css", "words.js", "chart.js", "js")
+    kinds = ("html", "css", "text.js", "chart.js", "js")
     template, style, *scripts = (here.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in kinds)
     versions = ", ".join(f"{name} {version}" for name, version in trace.versions.items())
     missing = "" if trace.missing is None else f"Records of one rank only: {trace.missing}. "
@@ -186,7 +186,7 @@ def _advice(findings: Findings) -> str:
 
 def _bubble(findings: Findings) -> str:
     legend = "".join(
-        f'<span><i style="background:var(--{cause})"></i><b>{cause}</b>: {_MEANINGS[cause]}</span>' for cause in CAUSES
+        f'<span><i style="background:var(--{cause})"></i><b>{cause}</b>: {_CAUSES[cause]}</span>' for cause in CAUSES
     )
     rows = []
     for idle in findings.idle:
@@ -330,4 +330,4 @@ def _step(trace: TraceData, step: StepRecord, simulated: float | None) -> dict[s
     ends = [done.end - zero for part in parts for done in part.actions]
     ends += [span.end - zero for part in parts for span in spans(part)]
     length = max([*ends, simulated or 0.0])
-    return {"name": step.name, "seconds": length, "paper": simulated is not None, "rows": rows}
+    return {"name": step.name, "seconds": length, "has_simulation": simulated is not None, "rows": rows}

@@ -62,7 +62,7 @@ def _actions(
     found: list[ActionRecord] = []
     waits: list[WaitRecord] = []
     sends: dict[int, list[SendRecord]] = defaultdict(list)  # by the index of their action in ``found``
-    freed: dict[object, float] = {}  # end of the previous action, by device
+    previous_end: dict[object, float] = {}  # end of the previous action, by device
     for at, (instruction, what, peer) in enumerate(program.calls):
         start, stop = program.stamps[at], program.end(at)
         if not stop:  # the program failed here
@@ -77,11 +77,11 @@ def _actions(
                 device, *since = program.seconds[at]
                 begin, end = (clock(recorder.devices.on_host(device, run.mark, seconds)) for seconds in since)
                 # The device waited for messages, not the host: since its previous action, if the host was ahead.
-                last = freed.get(device, 0.0)
+                last = previous_end.get(device, 0.0)
                 messages = [wait for wait in waits if wait.what == "message"]
                 waits = [WaitRecord(wait.peer, min(max(last, wait.end), begin), begin) for wait in messages]
                 done = ActionRecord(action, begin, end, clock(start), program.memory[at], tuple(waits))
-                freed[device] = end
+                previous_end[device] = end
             else:
                 done = ActionRecord(action, clock(start), clock(stop), waits=tuple(waits))
             found.append(done)

@@ -47,7 +47,7 @@ _PASSES = (2, 8)  # justification passes of all initial orders, then of the best
 _TRACKS = (4, 2, 1)  # number of orders that each round of tabu search improves
 _MIN_STEPS = 150  # least number of steps of tabu search per order
 
-_Found = tuple[float, Orders]
+_TimedOrders = tuple[float, Orders]
 """A makespan and its orders."""
 
 
@@ -129,7 +129,7 @@ def auto(
     return SearchResult(best.schedule, best.makespan, min(bound, best.makespan), best.peak_memory, problem.cap)
 
 
-def _fixed(problem: Problem, costs: Costs, edges: Sequence[Edge], limit: float) -> list[_Found]:
+def _fixed(problem: Problem, costs: Costs, edges: Sequence[Edge], limit: float) -> list[_TimedOrders]:
     """The fixed schedules that fit the cap, with split and with full backwards, and their makespans up to ``limit``."""
     full = problem.with_full_backwards()
     choices = recompute_choices(full)
@@ -152,7 +152,7 @@ def _fixed(problem: Problem, costs: Costs, edges: Sequence[Edge], limit: float) 
 
 def _search(
     problem: Problem, goal: float, seconds: float, random: Random, elapsed: Callable[[], float]
-) -> list[_Found]:
+) -> list[_TimedOrders]:
     """Search the best orders, best first. The search ends at a makespan of ``goal``."""
     # A small problem is searched with all its micro-batches, a larger one with enough for warm-up, drain and some
     # periods of the steady state. The difference is a multiple of p, so any kernel whose length divides p can fill it.
@@ -191,12 +191,12 @@ def _search(
     return found
 
 
-def _starts(problem: Problem, goal: float, expired: Callable[[], bool]) -> list[_Found]:
+def _starts(problem: Problem, goal: float, expired: Callable[[], bool]) -> list[_TimedOrders]:
     """Initial orders of different makespans, best first.
 
     They are the fixed schedules, a list schedule and warm-up variants of 1F1B, with their W as deadlines and without.
     """
-    found: list[_Found] = []
+    found: list[_TimedOrders] = []
     best = math.inf
     choices = recompute_choices(problem)
     for choice in choices:
@@ -217,10 +217,10 @@ def _starts(problem: Problem, goal: float, expired: Callable[[], bool]) -> list[
 
 
 def _extend_all(
-    problem: Problem, m: int, found: list[_Found], starts: list[_Found], expired: Callable[[], bool]
-) -> list[_Found]:
+    problem: Problem, m: int, found: list[_TimedOrders], starts: list[_TimedOrders], expired: Callable[[], bool]
+) -> list[_TimedOrders]:
     """Extend orders for ``m`` micro-batches to those of the problem; or list-schedule all of them."""
-    extended: list[_Found] = []
+    extended: list[_TimedOrders] = []
     goal = (found[0][0] + (problem.m - m) * max(problem.work)) * (1 + TOLERANCE)
     for makespan, orders in [found[0], *starts, *found[1:]]:  # initial orders have kernels more often
         for candidate, overrun in ((orders, None), *((without_weight_grads(problem, orders), o) for o in _OVERRUNS)):
@@ -240,7 +240,7 @@ def _extend_all(
 # F F F I F I F I F I F I F I I I      for 8: the kernel "I F", with one F and one I, twice more
 
 
-def extend(problem: Problem, orders: Orders, m: int, overrun: float | None, makespan: float) -> _Found | None:
+def extend(problem: Problem, orders: Orders, m: int, overrun: float | None, makespan: float) -> _TimedOrders | None:
     """Extend orders for ``m`` micro-batches to those of ``problem``, and place W. None if there is no kernel.
 
     ``overrun`` is the argument of ``place_weight_grads``; ``makespan`` is that of the given orders. Kernels of lengths

@@ -23,12 +23,12 @@ _LOOKAHEAD = 24
 def justify(table: NodeTable, orders: Orders, passes: int, expired: Callable[[], bool]) -> tuple[float, Orders]:
     """Run up to ``passes`` passes; fewer if two in a row do not reduce the makespan, or if the time has expired."""
     justification = Justification(table, orders)
-    vain = 0
+    passes_without_gain = 0
     for _ in range(passes):
         before = justification.makespan
         justification.run_pass()
-        vain = vain + 1 if justification.makespan > before * (1 - TOLERANCE) else 0
-        if vain == 2 or expired():
+        passes_without_gain = passes_without_gain + 1 if justification.makespan > before * (1 - TOLERANCE) else 0
+        if passes_without_gain == 2 or expired():
             break
     orders = justification.early_orders()
     return justification.makespan, orders
