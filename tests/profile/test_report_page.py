@@ -291,8 +291,8 @@ def test_another_file(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not saved.with_suffix(".html").exists()
     (saved.parent / "link.html").symlink_to(saved)
     for wrong, words in (
-        ([str(saved), "-o", str(saved)], "over the trace"),
-        ([str(saved), "-o", str(saved.parent / "link.html")], "over the trace"),
+        ([str(saved), "-o", str(saved)], "overwrite the trace"),
+        ([str(saved), "-o", str(saved.parent / "link.html")], "overwrite the trace"),
         ([str(saved), "-o", str(saved.parent / "no" / "x.html")], "No such file or directory"),
         ([str(saved.parent)], "Is a directory"),
         ([str(saved.parent / "none.json")], "No such file or directory"),
