@@ -98,6 +98,11 @@ class Candidate:
     saved: tuple[float, ...] | None = None  # peak bytes saved for backwards; None where activations are recomputed
 
     @property
+    def gap(self) -> float:
+        """How far the step time is above the lower bound, as a fraction of the bound."""
+        return self.seconds / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    @property
     def recomputed(self) -> tuple[int, ...]:
         """The stages with recomputed forwards."""
         return tuple(sorted({stage for stage, _ in self.schedule.recomputed}))
@@ -181,8 +186,7 @@ class PlanResult:
 
     def __str__(self) -> str:
         best = self.best
-        gap = best.seconds / best.lower_bound - 1 if best.lower_bound else 0.0
-        certain = "no order of these stages is faster" if gap < 1e-9 else f"at most {gap:.1%} above the best"
+        certain = "no order of these stages is faster" if best.gap < 1e-9 else f"at most {best.gap:.1%} above the best"
         recomputed = ""
         if best.recomputed and not best.configuration.recompute:
             recomputed = f", stages {', '.join(map(str, best.recomputed))} recomputed"
