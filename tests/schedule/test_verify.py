@@ -268,7 +268,7 @@ def test_repeated_action() -> None:
     assert "0F0 of rank 0 (position 3) occurs a second time: the first is at position 0" in text
     assert "[0F0]" in text
     assert "0R0 of rank 0 (position 2) occurs a second time" in fault(staircase("F0 R0 R0 B0"))
-    assert "a stage does B, or I and W, on a micro-batch, never both" in fault(staircase("F0 B0 W0"))
+    assert "a stage runs B, or I and W, on a micro-batch, never both" in fault(staircase("F0 B0 W0"))
     assert "0B0 of rank 0 (position 2) repeats backward work" in fault(staircase("F0 I0 B0"))
 
 
