@@ -112,7 +112,7 @@ def test_traces() -> None:
     assert "trace of 1 step: 1f1b, 2 stages on 2 ranks, 2 micro-batches step " in text(page)
     tips = {element.text for element in page.iter(f"{SVG}title")}
     assert {"0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1B0", "1B1"} <= tips
-    assert "no whole step" in text(empty)  # not available while the trace is recorded
+    assert "no complete step" in text(empty)  # not available while the trace is recorded
     assert empty.find(f"{SVG}svg") is None
     evil = replace(trace, schedule=replace(trace.schedule, name=HTML_TEXT))
     assert "<script>alert('1')</script>&" in text(tree(evil._repr_html_()))

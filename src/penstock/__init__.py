@@ -1,6 +1,6 @@
 """Penstock: PyTorch models trained as pipelines of stages.
 
-Every name of the public API loads the module that defines it when it is first used (PEP 562): ``import penstock`` and
+The module of a public name is imported when the name is first used (PEP 562). So ``import penstock`` and
 ``penstock --help`` do not import torch, and a training loop does not import the planner.
 """
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from penstock.train.progress import progress as progress
     from penstock.train.scaler import GradScaler as GradScaler
 
-# The same names as above, by module: a test compares the two.
+# The same names as above, by module. A test compares the two lists.
 _NAMES = {
     "engine.forward_context": "current_microbatch is_recomputing",
     "engine.microbatch": "Broadcast",
@@ -89,7 +89,7 @@ _registry.trace_recording = lambda *arguments: _importlib.import_module(
     "penstock.profile.trace.recording"
 ).TraceRecording(*arguments)
 
-if not TYPE_CHECKING:  # type checkers have the names above, and no others
+if not TYPE_CHECKING:  # type checkers use the imports above
 
     def __getattr__(name):
         if name in _SUBPACKAGES:
@@ -106,7 +106,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(_types.ModuleType):
-    """``penstock.split`` is the function: importing the subpackage of that name does not replace it."""
+    """Keeps the function ``penstock.split`` when the subpackage of the same name is imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in _MODULES or not isinstance(value, _types.ModuleType):

@@ -1,4 +1,4 @@
-"""The errors of Penstock. Their texts have the problem with its numbers, the place, and the remedy."""
+"""The errors of Penstock. Each message has the problem with its numbers, the location and the remedy."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class ScheduleError(PenstockError, ValueError):
 
 
 class PlanError(PenstockError, ValueError):
-    """A model, a split or an input that cannot be pipelined as asked."""
+    """A model, plan, input or option that is invalid or cannot be pipelined."""
 
-    stage: int | None = None  # the stage that it concerns, if it is one
+    stage: int | None = None  # the stage with the error, if known
 
 
 class CheckpointError(PenstockError, ValueError):
-    """A checkpoint that is damaged or incomplete, or that is of another model, optimizer or loader."""
+    """A checkpoint that is damaged, incomplete, or of another model, optimizer or loader."""
 
 
 class PipelineError(PenstockError, RuntimeError):
-    """A step failed on some rank. The same error is raised on every rank of the pipeline.
+    """A step failed on a rank. The same error is raised on every rank of the pipeline.
 
-    Attributes name the place of the *first* failure, where it is known.
+    The attributes are the location of the *first* failure, if known.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class PipelineError(PenstockError, RuntimeError):
 
 
 def text_of(error: BaseException) -> str:
-    """The text of any error, also of one whose ``__str__`` fails."""
+    """The text of any error, even if its ``__str__`` fails."""
     try:
         return str(error)
     except Exception as another:
-        return f"(its text could not be made: {type(another).__name__})"
+        return f"(its text is not available: {type(another).__name__})"
 
 
 def did_you_mean(name: str, known: Iterable[str], *, otherwise: str = "", cutoff: float = 0.6) -> str:

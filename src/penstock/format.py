@@ -1,4 +1,4 @@
-"""Sizes, times and small tables for people, as plain text."""
+"""Format sizes, times and tables as plain text, and parse sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def format_size(size: float) -> str:
 
 
 def format_size_exact(size: float) -> str:
-    """A number of bytes, with the bytes themselves where they were rounded."""
+    """A number of bytes, followed by the exact number if it is rounded."""
     words = format_size(size)
     return words if size < 1024 else f"{words} ({math.ceil(size):,} bytes)"
 
@@ -40,7 +40,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """The lines of a table, the columns ``right`` with their ends below each other."""
+    """The lines of a table; the columns ``right`` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -60,7 +60,7 @@ _UNIT_BYTES["b"] = 1
 
 
 def parse_bytes(size: Any, name: str = "memory") -> int:
-    """A number of bytes, from a number or a text such as "16GiB" or "500 MB"."""
+    """Parse a number of bytes, given as a number or a text such as "16GiB" or "500 MB"."""
     number, unit = size, ""
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)\s*", size)

@@ -1,22 +1,22 @@
-"""Hooks for libraries that are built on Penstock, such as the facades in ``penstock.compat``.
+"""Public hooks for libraries on top of Penstock, such as the facades in ``penstock.compat``.
 
-Training scripts do not need them. Like the names of ``penstock`` itself they are public and documented.
+Training scripts do not need them.
 
 - ``tree_flatten``, ``tree_unflatten``, ``map_tensors``: nested tuples, lists and dicts of tensors;
-- ``LayerChain``, ``chain_of``, ``marked_chain``, ``WholeModelChain``, ``build_plan``: from a model to its layers, and
-  from groups of layers to a ``Plan``;
+- ``LayerChain``, ``chain_of``, ``marked_chain``, ``WholeModelChain``, ``build_plan``: convert a model to a chain of
+  layers, and groups of layers to a ``Plan``;
 - ``partition``: balanced groups of consecutive costs;  ``parse_bytes``: a size such as ``"16GiB"``;
 - ``cut_points``, ``begin_block_of``, ``remove_begin_block``, ``mentions_marks``, ``recorder``: the marks of a model;
 - ``Arguments``: the positional and the keyword arguments of one call, as the inputs of a step;
-- ``Prefetcher``: an iterator that runs ahead in a thread;
-- ``grad_norm``, ``clip_grad_norm``: the norm of gradients with a reduction over ranks of the caller's;
+- ``Prefetcher``: an iterator that prefetches in a thread;
+- ``grad_norm``, ``clip_grad_norm``: the norm of gradients, with a custom reduction over ranks;
 - ``DeferredStatistics``: BatchNorm statistics of several forwards, committed together;
 - ``find_loss``: the loss in the output of a model that computes it;
 - ``is_checkpointing``: whether the current forward will be recomputed;
-- ``defer_weight_grad``: called by an ``autograd.Function`` to leave its weight gradient to ``W``;
+- ``defer_weight_grad``: called by an ``autograd.Function`` to defer its weight gradient to ``W``;
 - ``verify_skippables``, ``SkipError``, ``SkipUseError``: checks of ``@skippable`` layers, and their errors;
 - ``is_offloaded``: whether an optimizer keeps its state in host memory;
-- ``with_training_modes``: a context in which modules have other ``training`` flags.
+- ``with_training_modes``: a context manager that sets the ``training`` flags of modules.
 """
 
 from __future__ import annotations

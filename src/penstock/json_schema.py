@@ -1,15 +1,15 @@
-"""Reads the JSON of files, and checks its types against a schema, so that a damaged file is an error with its place.
+"""Parse JSON and check its types against a schema. Errors name the location of the problem in the data.
 
 A schema is
 
-    str, int, float, bool    a value of this type. An int is from 0 up, a float is any finite number
-    math.inf                 a number from 0 up, or infinity
-    object                   anything
-    Maybe(schema)            null, or a value of that schema
-    [schema]                 a list of such values
-    (schema, schema)         a list of just these values
+    str, int, float, bool    a value of this type; an int is at least 0, a float is any finite number
+    math.inf                 a number of at least 0, or infinity
+    object                   any value
+    Maybe(schema)            null, or a value of this schema
+    [schema]                 a list of values of this schema
+    (schema, schema)         a list with exactly these values
     {"key": schema}          an object with these keys, and possibly others; a key with Maybe may be missing
-    {str: schema}            an object of such values, with any keys
+    {str: schema}            an object with any keys, and values of this schema
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from penstock.errors import PlanError
 
-_LARGEST = 2**63
-_DEEPEST = 100  # levels of nesting: far more than any file has, far less than Python's recursion limit
+_MAX_INT = 2**63
+_MAX_DEPTH = 100  # levels of nesting: far more than in valid files, and far below Python's recursion limit
 _NAMES = {str: "a text", bool: "true or false", int: "a whole number, from 0 up", float: "a number"}
 
 
@@ -34,16 +34,16 @@ class Maybe:
 
 
 def parse_json(text: str | bytes, problem: str) -> Any:
-    """The data of JSON text. If it is none, the error begins with ``problem``."""
+    """Parse JSON text. If it is invalid, the error begins with ``problem``."""
     try:
         data = json.loads(text)
-    except (ValueError, RecursionError) as error:  # also of integers with thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError also for integers with thousands of digits
         raise PlanError(f"{problem}: {error}") from error
     level, depth = [data], 0
     while level := [inner for value in level for inner in _children(value)]:
         depth += 1
-        if depth > _DEEPEST:
-            raise PlanError(f"{problem}: it is nested more than {_DEEPEST} levels deep")
+        if depth > _MAX_DEPTH:
+            raise PlanError(f"{problem}: it is nested more than {_MAX_DEPTH} levels deep")
     return data
 
 
@@ -52,7 +52,7 @@ def _children(value: Any) -> list[Any]:
 
 
 def check_schema(data: Any, schema: Any, where: str) -> None:
-    """An error that names the first place in ``data``, called ``where``, that differs from the schema."""
+    """Raise an error that names the first mismatch with the schema in ``data``, whose name in errors is ``where``."""
     if isinstance(schema, Maybe):
         if data is not None:
             check_schema(data, schema.schema, where)
@@ -73,17 +73,17 @@ def check_schema(data: Any, schema: Any, where: str) -> None:
         for i, value in enumerate(data):
             check_schema(value, schema[i if isinstance(schema, tuple) else 0], f"{where}[{i}]")
     elif schema is int:
-        _require(type(data) is int and 0 <= data < _LARGEST, data, where, _NAMES[int])
+        _require(type(data) is int and 0 <= data < _MAX_INT, data, where, _NAMES[int])
     elif schema is float:
-        number = (type(data) is float and math.isfinite(data)) or (type(data) is int and abs(data) < _LARGEST)
+        number = (type(data) is float and math.isfinite(data)) or (type(data) is int and abs(data) < _MAX_INT)
         _require(number, data, where, _NAMES[float])
     elif schema == math.inf:
-        _require(data == math.inf or (type(data) in (int, float) and 0 <= data < _LARGEST), data, where, _NAMES[float])
+        _require(data == math.inf or (type(data) in (int, float) and 0 <= data < _MAX_INT), data, where, _NAMES[float])
     elif schema is not object:
         _require(type(data) is schema, data, where, _NAMES[schema])
 
 
 def _require(valid: bool, data: Any, where: str, expected: str) -> None:
     if not valid:
-        text = str(data) if type(data) is not int or abs(data) < _LARGEST else "too large"  # no 4,300 digits
+        text = str(data) if type(data) is not int or abs(data) < _MAX_INT else "too large"  # str() fails
         raise PlanError(f"{where} must be {expected}, but is {text if len(text) <= 40 else f'{text[:40]}…'}")

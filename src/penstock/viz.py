@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from penstock.profile.trace import Trace
     from penstock.split.plan import Plan
 
-# Four shades of each kind, dark to light, for the stages of a rank. White text is legible on the first two, black text
-# on the others.
+# Four shades of each kind, from dark to light, for the stages of a rank. White text is legible on the first two, black
+# text on the others.
 _SHADES = {
     "F": ("#1d4f91", "#2f6db5", "#8db8ea", "#c3dcf8"),
     "B": ("#226b35", "#2d7f43", "#8fcf9e", "#c6e9cd"),
@@ -46,7 +46,7 @@ def _chunks(schedule: Schedule) -> dict[int, int]:
 
 
 def _shade(chunk: int, num_chunks: int) -> int:
-    """The shades are spread over the stages of a rank."""
+    """The shade of a stage; the shades are distributed over the stages of a rank."""
     return chunk * 3 // (num_chunks - 1) if num_chunks > 1 else 1
 
 
@@ -59,7 +59,7 @@ def _text_style(kind: str, chunk: int, num_chunks: int) -> str:
 
 
 class _Cell(NamedTuple):
-    """Columns ``begin`` to ``end`` of a row: one action, or (no micro-batch) the main kind of several."""
+    """Columns ``begin`` to ``end`` of a row: an action, or (without a micro-batch) the main kind of several actions."""
 
     begin: int
     end: int
@@ -69,15 +69,15 @@ class _Cell(NamedTuple):
 
 
 class _Gantt:
-    """A simulation in ``width`` columns: one row per rank, a column is one step of time."""
+    """A simulation in ``width`` columns, with one row per rank."""
 
     def __init__(self, simulation: Simulation, width: int) -> None:
         self.simulation, self.schedule = simulation, simulation.schedule
         self.chunks = _chunks(self.schedule)
         self.num_chunks = 1 + max(self.chunks.values())
         self.digits = len(str(self.schedule.num_microbatches - 1))
-        # An action must be whole columns wide to look regular: as many as fit, up to a width that reads well.
-        # Where not even one fits, a column stands for several actions.
+        # The shortest action takes a whole number of columns: as many as fit, up to a legible width. If none fits, a
+        # column represents several actions.
         durations = simulation.costs.durations(self.schedule.num_stages)
         times = sorted(t for kind in self.schedule.kinds for t in durations[kind])
         total = 0.0  # actions that make up less than a twentieth of the time may be narrower
@@ -100,7 +100,7 @@ class _Gantt:
         return min(self.columns, floor(time * self.scale + 0.5 + 1e-6))
 
     def _aggregate(self, rank: int) -> list[_Cell]:
-        """One kind of action, or idle, for every column. Over several columns each kind gets its share."""
+        """Choose one kind of action, or idle, for every column. Over several columns, each kind has its share."""
         idle = ("", 0)
         filled: list[dict[tuple[str, int], float]] = [{idle: 1.0} for _ in range(self.columns)]
         starts, ends = self.simulation.starts[rank], self.simulation.ends[rank]
@@ -112,7 +112,7 @@ class _Gantt:
                 filled[column][key] = filled[column].get(key, 0.0) + part
                 filled[column][idle] -= part
         cells = []
-        owed: dict[tuple[str, int], float] = {}  # time of each kind that no column has shown yet
+        owed: dict[tuple[str, int], float] = {}  # time of each kind that no column represents yet
         for column, parts in enumerate(filled):
             for key, part in parts.items():
                 owed[key] = owed.get(key, 0.0) + part
@@ -123,7 +123,7 @@ class _Gantt:
         return cells
 
     def axis(self) -> str:
-        """Round numbers below the columns of their times."""
+        """A time axis with round numbers."""
         step = next(s * 10**e for e in range(-9, 10) for s in (1, 2, 5) if s * 10**e * self.scale >= 10)
         axis = ""
         for n in range(int(self.columns / (step * self.scale)) + 1):
@@ -137,7 +137,7 @@ class _Gantt:
 
 
 def to_text_lines(simulation: Simulation, width: int = 80) -> str:
-    """The drawing as plain text: a letter for each kind, in lower case for every second stage of a rank."""
+    """The drawing as plain text: one letter per kind, in lower case for every second stage of a rank."""
     console = Console(file=io.StringIO(), width=max(width, _MIN_WIDTH), force_terminal=False, highlight=False)
     with console.capture() as capture:
         _print(console, simulation)
@@ -145,12 +145,12 @@ def to_text_lines(simulation: Simulation, width: int = 80) -> str:
 
 
 def print_schedule(simulation: Simulation, file: TextIO | None = None, width: int | None = None) -> None:
-    """Print the drawing, in colours on a terminal that has them."""
+    """Print the drawing, in colours if the terminal supports them."""
     _print(Console(file=file, width=width, highlight=False), simulation)
 
 
 def _print(console: Console, simulation: Simulation) -> None:
-    """Title, chart, legend, table and summary."""
+    """Print title, chart, legend, table and summary."""
     schedule = simulation.schedule
     console.print(Text(describe_schedule(schedule), "bold"), end="\n\n", no_wrap=True, overflow="crop")
     for line in _text_chart(simulation, max(console.width, _MIN_WIDTH)):
@@ -180,10 +180,10 @@ def describe_schedule(schedule: Schedule) -> str:
 
 
 def _text_chart(simulation: Simulation, width: int) -> Iterator[Text]:
-    """A row per rank, and an axis. A cell has the letter of its kind, and its micro-batch where that fits."""
+    """One row per rank, and an axis. A cell has the letter of its kind, and its micro-batch if that fits."""
     label = len(f"rank {simulation.schedule.num_ranks - 1}") + 2
     gantt = _Gantt(simulation, width - label)
-    below = gantt.unit == gantt.digits  # where a number does not fit beside its letter, it goes below
+    below = gantt.unit == gantt.digits  # a number that does not fit beside its letter is in the line below
 
     def number(cell: _Cell, width: int) -> str:
         text = "" if cell.microbatch is None else str(cell.microbatch)
@@ -214,7 +214,7 @@ def _text_chart(simulation: Simulation, width: int) -> Iterator[Text]:
 
 
 def memory_table(schedule: Schedule, report: MemoryReport, simulation: Simulation | None = None) -> Table:
-    """The peak memory of each rank; with a simulation, its busy and idle time, too."""
+    """A table with the peak memory of each rank and, with a simulation, its busy and idle time."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     times = ["busy", "idle"] if simulation is not None else []
     for name in ("rank", "stages", *times, "in flight", "activations", "deferred W"):
@@ -230,11 +230,11 @@ def memory_table(schedule: Schedule, report: MemoryReport, simulation: Simulatio
 
 # SVG ----------------------------------------------------------------------------------------------------------
 
-_UNIT = 26.0  # width of an action that reads well
+_UNIT = 26.0  # legible width of an action
 _MAX_WIDTH = 960  # of the chart
 _ROW, _GAP, _LETTER = 22, 4, 7  # heights, and the approximate width of a letter
 
-# As a file of its own the drawing follows the viewer's colour scheme; in a page, currentColor is the page's.
+# As a file, the drawing follows the viewer's colour scheme. In a page, currentColor is the colour of the page.
 _SVG_STYLE = (
     ":root.penstock{color:#1f2328}@media(prefers-color-scheme:dark){:root.penstock{color:#e6edf3}}"
     ".penstock text{font:12px ui-monospace,Menlo,Consolas,monospace;fill:currentColor}"
@@ -251,10 +251,10 @@ class _Box(NamedTuple):
 
 
 def to_svg(simulation: Simulation) -> str:
-    """The drawing of a simulated schedule as an ``<svg>`` element: a file of its own, or a part of a page.
+    """The drawing of a simulated schedule as an ``<svg>`` element, for a file or a page.
 
-    It scales with the page, is legible on light and dark, has a description, and a tooltip for every action. Where
-    there are too many actions for its width, a column shows the main kind of its actions, without tooltips.
+    It scales with the page, is legible on light and dark backgrounds, and has a description, and a tooltip per action.
+    If there are too many actions for its width, a column shows the main kind of its actions, without tooltips.
     """
     schedule = simulation.schedule
     chunks = _chunks(schedule)
@@ -299,7 +299,7 @@ def to_svg(simulation: Simulation) -> str:
 
 
 def _svg_box(box: _Box, y: float) -> str:
-    """A rectangle, its action as a tooltip, and as much of the action as fits: F0, or 0."""
+    """A rectangle with its action as tooltip and, if that fits, a label: F0, or 0."""
     tip = f"<title>{box.text}</title>" if box.text else ""
     inset = 0.5 if box.width > 4 else 0
     x, width, fill = _svg_number(box.x), _svg_number(box.width - inset), _SHADES[box.kind][box.shade]
@@ -313,7 +313,7 @@ def _svg_box(box: _Box, y: float) -> str:
 
 
 def _svg_legend(simulation: Simulation) -> tuple[str, float]:
-    """The colours of the kinds and the bubble; and its width."""
+    """The legend, with the colours of the kinds and the bubble, and its width."""
     parts, x = [], 0.0
     for kind in COMPUTE:
         if kind in simulation.schedule.kinds:
@@ -331,11 +331,11 @@ def _svg_number(number: float) -> str:
 
 # Notebooks ----------------------------------------------------------------------------------------------------
 
-_MAX_ACTIONS, _MAX_BOXES = 50_000, 6_000  # a larger drawing takes seconds, and megabytes
+_MAX_ACTIONS, _MAX_BOXES = 50_000, 6_000  # larger drawings take seconds and megabytes
 
 
 def schedule_html(schedule: Schedule) -> str:
-    """The drawing of a schedule with actions of equal time, or the reason why it cannot run."""
+    """The drawing of a schedule with unit costs, or the error if it cannot run."""
     try:
         return _html("", simulate(schedule)) if _is_drawable(schedule) else _too_large(schedule)
     except ScheduleError as error:
@@ -343,7 +343,7 @@ def schedule_html(schedule: Schedule) -> str:
 
 
 def simulation_html(simulation: Simulation) -> str:
-    """The drawing, and the time and the memory of each rank."""
+    """The drawing of a simulation, and the time and memory of each rank."""
     if not _is_drawable(simulation.schedule):
         return _too_large(simulation.schedule, f"bubble {simulation.bubble:.1%}")
     text = to_text_lines(simulation, 100)
@@ -354,13 +354,13 @@ def trace_html(trace: Trace) -> str:
     """The summary of a trace, and the drawing of a step in which each action takes its median time."""
     try:
         simulation = trace.simulation() if _is_drawable(trace.order) else None
-    except PenstockError:  # a trace of one rank, or of half a call
+    except PenstockError:  # only the records of one rank, or of the forward of a call
         simulation = None
     return _html(str(trace), simulation)
 
 
 def plan_result_html(result: PlanResult) -> str:
-    """Its text, and the drawing of the predicted step."""
+    """The text of a result, and the drawing of the predicted step."""
     return _html(str(result), result.simulation() if _is_drawable(result.schedule) else None)
 
 

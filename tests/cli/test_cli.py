@@ -61,14 +61,14 @@ def test_auto(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = output(capsys, "schedule", "auto", "-p", "2", "-m", "4")
     assert out.startswith("auto: 2 ranks, 2 stages, 4 micro-batches\n")
     assert out.endswith(
-        "makespan 13, lower bound 13: no order is faster\npeak memory 2 on rank 0, of 2 that it may keep\n"
+        "makespan 13, lower bound 13: no order is faster\npeak memory 2 on rank 0, with a cap of 2\n"
     )
     assert err == ""
     for shape, stages in (("loop", "0 2"), ("v", "0 3")):
         options = ["--shape", shape, "--memory", "1.5", "--costs", "w=2"]
         out, _ = output(capsys, "schedule", "Auto", "-p", "2", "-m", "4", "-v", "2", *options)
         assert f"   0  {stages} " in out
-        assert "of 1.5 that it may keep" in out
+        assert "with a cap of 1.5" in out
     out, _ = output(capsys, "schedule", "auto", "-p", "2", "-m", "4", "--memory", "1", "--recompute")
     assert "R recompute" in out
 
@@ -152,7 +152,7 @@ def test_files_that_cannot_be_read_or_written(capsys: pytest.CaptureFixture[str]
     [
         ([], "Missing command"),
         (["schedul"], "No such command 'schedul'. Did you mean 'schedule'?"),
-        (["schedule"], "which schedule?"),
+        (["schedule"], "no schedule: give a name"),
         (["schedule", "1f1"], "1f1b"),
         (["schedule", "1f1b", "-p", "0"], "Invalid value for '-p'"),
         (["schedule", "1f1b", "-m", "x"], "Invalid value for '-m'"),
@@ -177,7 +177,7 @@ def test_files_that_cannot_be_read_or_written(capsys: pytest.CaptureFixture[str]
         (["schedule", "1f1b", "--memory", "2"], "--memory, --shape and --recompute are for the schedule 'auto'"),
         (["schedule", "1f1b", "--recompute"], "--memory, --shape and --recompute are for the schedule 'auto'"),
         (["schedule", "auto", "--memory", "x"], "Invalid value for '--memory'"),
-        (["schedule", "auto", "--memory", "0.5"], "no order fits: rank 0 keeps at least 1"),
+        (["schedule", "auto", "--memory", "0.5"], "no order fits: rank 0 needs at least 1"),
         (["schedule", "auto", "--shape", "v", "-v", "3"], "--shape v has 2 stages on each rank, not 3"),
         (["schedule", "auto", "--shape", "w"], "'w' is not one of 'loop', 'v'"),
         (["schedule", "1f1b", "--what"], "No such option: --what"),
@@ -195,7 +195,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "penstock schedule zbv -p 4 -m 8" in output(capsys, "--help")[0]
     out, _ = output(capsys, "schedule", "--help")
     assert "penstock schedule --verify order.csv" in out
-    assert "comm a hop between ranks" in " ".join(out.replace("│", "").split())
+    assert "comm latency between ranks" in " ".join(out.replace("│", "").split())
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,7 +197,7 @@ def test_a_wrong_pipeline_is_found_out(
 
     out, err = run(capsys, "--data", few, "--epochs", 1, code=1)
     assert err.startswith("penstock: epoch 1, step 1: the loss is 2.")
-    assert "as a pipeline, but 2." in err
+    assert "in the pipeline, but 2." in err
     assert "test accuracy" not in out
 
 
@@ -206,11 +206,11 @@ def test_a_wrong_pipeline_is_found_out(
     [
         (
             TrainStep(1.000001, 3.0, 5, 10),
-            "epoch 2, step 1: the loss is 1.000001 as a pipeline, but 1.0 in the plain",
+            "epoch 2, step 1: the loss is 1.000001 in the pipeline, but 1.0 in the plain",
         ),
-        (TrainStep(float("nan"), 3.0, 5, 10), "the loss is nan as a pipeline"),
-        (TrainStep(1.0, 24.0, 5, 10), "the gradient norm is 24.0 as a pipeline, but 3.0"),
-        (TrainStep(1.0, 3.0, 6, 10), "6 of 10 digits are right as a pipeline, but 5"),
+        (TrainStep(float("nan"), 3.0, 5, 10), "the loss is nan in the pipeline"),
+        (TrainStep(1.0, 24.0, 5, 10), "the gradient norm is 24.0 in the pipeline, but 3.0"),
+        (TrainStep(1.0, 3.0, 6, 10), "6 of 10 digits correctly, but the plain model 5"),
     ],
 )
 def test_differences_that_are_errors(ours: TrainStep, words: str) -> None:

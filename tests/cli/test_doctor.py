@@ -50,7 +50,7 @@ def test_all_is_ok() -> None:
     assert text["memory"] == "60.00 GiB free"
     assert text["gloo"] == "100 µs, 2.00 GB/s between two processes"
     assert text["host name"] == "'host0' is 10.0.0.1"
-    assert text["launcher"] == "none: 'penstock run' starts processes by itself"
+    assert text["launcher"] == "none: 'penstock run' starts processes"
     assert [finding.text for finding in network(**TORCHRUN)][-1] == "rank 1 of 4, connecting to first:29500"
 
 
@@ -64,10 +64,10 @@ def test_all_is_ok() -> None:
         (network(()), "warn", "host name", "/etc/hosts"),
         (network(("127.0.0.1",), **TORCHRUN), "fail", "host name", "/etc/hosts"),
         (network(seconds=5.005), "warn", "name server", "a name server does not answer"),
-        (network(**{**TORCHRUN, "MASTER_ADDR": "127.0.0.1"}), "fail", "launcher", "first machine's address"),
+        (network(**{**TORCHRUN, "MASTER_ADDR": "127.0.0.1"}), "fail", "launcher", "address of the first machine"),
         ([check_link("gloo", "two", 0.05, 1e9)], "warn", "gloo", "slow"),
         ([check_link("gloo", "two", 0.001, 1e6)], "warn", "gloo", "slow"),
-        ([FIREWALL], "fail", "gloo", "a firewall"),
+        ([FIREWALL], "fail", "gloo", "check the firewall"),
         ([check_link("nccl", "two", error="unhandled")], "fail", "nccl", "NCCL_DEBUG"),
         (versions(python="3.10.14"), "fail", "python", "install python 3.11"),
         (versions(torch="2.9.1"), "fail", "torch", "install torch 2.10"),
@@ -140,7 +140,7 @@ def test_this_machine(tmp_path: Path) -> None:
 def found_by_ranks(rank: int) -> list[Finding]:
     with mock.patch.object(links, "ROUNDS", 8):  # not as exact as by default
         between = doctor._check_ranks()
-    return doctor._of_all_ranks([*between, Finding("warn" if rank == 2 else "ok", "cores", f"of {rank}")])
+    return doctor._gather_findings([*between, Finding("warn" if rank == 2 else "ok", "cores", f"of {rank}")])
 
 
 def test_between_the_ranks_of_a_launcher() -> None:
@@ -170,7 +170,7 @@ def test_a_rank_that_does_not_reach_rank_0_prints_its_own_findings(
     failed = check_link("torch.distributed", "the ranks", error="timed out")
     monkeypatch.setattr(doctor, "examine", lambda: [*versions(), failed])
     assert main(["doctor"]) == 1
-    assert "Would fail: torch.distributed (no warnings)." in capsys.readouterr().out
+    assert "Failed: torch.distributed (no warnings)." in capsys.readouterr().out
 
 
 def page(findings: list[Finding], width: int) -> list[str]:
@@ -187,10 +187,10 @@ def test_page(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert shown[:2] == ["fail  python    3.9.1", "                -> install python 3.11 or later"]
     monkeypatch.setattr(doctor, "examine", lambda: findings)
     assert main(["doctor"]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "Would fail: python (1 warning)."
+    assert capsys.readouterr().out.splitlines()[-1] == "Failed: python (1 warning)."
     monkeypatch.setattr(doctor, "examine", versions)
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "Nothing would fail (no warnings)."
+    assert capsys.readouterr().out.splitlines()[-1] == "No failures (no warnings)."
 
 
 def test_the_document() -> None:

@@ -312,8 +312,8 @@ def test_processes_do_not_outlive_a_launcher_that_was_killed(script: Path, tmp_p
         (["--stages", "x", "SCRIPT"], "Invalid value for '--stages'"),
         (["--stages", "2", "none.py"], "there is no file 'none.py'"),
         (["--stages", "2", "."], "there is no file '.'"),
-        (["--stages", "2", "-m", "no_such.module"], "there is no module 'no_such.module': 'no_such' is not here"),
-        (["--stages", "3", "--nnodes", "2", "--rdzv-endpoint", "h:1", "SCRIPT"], "3 processes cannot be shared"),
+        (["--stages", "2", "-m", "no_such.module"], "there is no module 'no_such.module': 'no_such' is neither"),
+        (["--stages", "3", "--nnodes", "2", "--rdzv-endpoint", "h:1", "SCRIPT"], "3 processes cannot be divided"),
         (["--stages", "2", "--nnodes", "2", "SCRIPT"], "2 machines need one address to connect to"),
         (["--stages", "2", "--nnodes", "2", "--master", "h:1", "SCRIPT"], "--master needs --node-rank"),
         (["--stages", "2", "--master", "h:1", "SCRIPT"], "are for several machines"),
@@ -322,12 +322,12 @@ def test_processes_do_not_outlive_a_launcher_that_was_killed(script: Path, tmp_p
         (["--stages", "2", "--nnodes", "2", "--master", "h:1", "--rdzv-endpoint", "h:1", "SCRIPT"], "need one address"),
         (
             ["--stages", "2", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--node-rank", "1", "SCRIPT"],
-            "--rdzv-endpoint has none",
+            "--rdzv-endpoint does not",
         ),
         (["--stages", "2", "--nnodes", "2", "--rdzv-endpoint", "h", "SCRIPT"], "'h' is not HOST:PORT"),
         (["--stages", "2", "--nnodes", "2", "--master", ":5", "SCRIPT"], "':5' is not HOST:PORT"),
         (["--stages", "2", "--nnodes", "2", "--master", "h:70000", "SCRIPT"], "'h:70000' is not HOST:PORT"),
-        (["--stages", "2", "--nnodes", "2", "--rdzv-endpoint", "no.invalid:1", "SCRIPT"], "'no.invalid' is not known"),
+        (["--stages", "2", "--nnodes", "2", "--rdzv-endpoint", "no.invalid:1", "SCRIPT"], "'no.invalid' cannot be"),
         (["--stages", "2", "--log-dir", "SCRIPT", "SCRIPT"], "cannot write to --log-dir"),
     ],
 )
@@ -344,7 +344,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     out = " ".join(capsys.readouterr().out.split())
     assert "The output of rank 0 is shown" in out
     assert "penstock run --stages 4 train.py --epochs 3" in out
-    assert "the error of the first that failed is shown, and its exit code is this command's" in out
+    assert "the first error is shown, and the command returns its exit code" in out
 
 
 def test_a_rank_that_starts_after_its_launcher_was_killed_ends(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_descriptions_that_make_no_sense(text: str, words: str) -> None:
         ({"devices": -1}, "devices=-1"),
         ({"optimizer_shards": 0}, "optimizer_shards=0"),
         ({"attention": "flsh"}, "'plain', 'selective', 'flash'"),
-        ({"sequence_parallel": True}, "say tensor= too"),
+        ({"sequence_parallel": True}, "give tensor= too"),
         ({"hardware": "h1000"}, "did you mean 'h100'"),
         ({"state_bytes": float("nan")}, "layer 'embed'"),
     ],
@@ -219,7 +219,7 @@ def test_links_inside_and_outside_of_a_machine() -> None:
 def test_hardware_that_makes_no_sense() -> None:
     for change, words in [
         ({"flops": 0.0}, "flops is 0"),
-        ({"efficiency": 1.5}, "it is a share"),
+        ({"efficiency": 1.5}, "efficiency is 1.5: it must be at most 1"),
         ({"memory_bandwidth": float("nan")}, "memory_bandwidth is nan"),
     ]:
         with pytest.raises(ps.PlanError, match=words):

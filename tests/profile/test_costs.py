@@ -129,9 +129,9 @@ def without(key: str) -> dict[str, Any]:
         (without("input_gradient"), "layer 'b' has no input_gradient"),
         (without("output"), "layer 'b' has no output"),
         (by_hand(crossings=[{"src": 0, "dst": 9, "bytes": 1}]), "[0, 9], but the layers are 0 to 2"),
-        (by_hand(crossings=[{"src": 2, "dst": 0, "bytes": 1}]), "name the earlier layer first"),
+        (by_hand(crossings=[{"src": 2, "dst": 0, "bytes": 1}]), "the earlier layer first"),
         (by_hand(crossings=[{"src": 0, "dst": 2, "bytes": 1}] * 2), "each pair once"),
-        (by_hand(crossings=[{"src": 0, "dst": 1, "bytes": 1}]), "layer 'a' has an output, and there is a crossing"),
+        (by_hand(crossings=[{"src": 0, "dst": 1, "bytes": 1}]), "layer 'a' has an output and a crossing"),
         (by_hand(crossings=[{"src": "aa", "dst": 2, "bytes": 1}]), "layer 'aa', which does not exist"),
         (by_hand(crossings=[{"src": 0, "dst": 2}]), "a crossing has no bytes"),
         (by_hand(crossings=[{"src": 0, "dst": 2, "bytes": 9, "values": [[0, 4]]}]), "its values have 4 together"),
@@ -297,12 +297,12 @@ def test_what_layers_keep_together_at_some_sizes_only() -> None:
 
 def test_a_profile_is_of_one_model() -> None:
     for sizes, words in [
-        ((), "at least one size"),
-        ((at(4, 1.0), at(2, 1.0)), r"the smallest first, got sizes \[4, 2\]"),
-        ((at(2, 1.0), at(2, 1.0)), "each size once"),
-        ((at(2, 1.0), ModelCosts((layer("y"),), (), 4)), "other layers"),
+        ((), "at least one micro-batch size"),
+        ((at(4, 1.0), at(2, 1.0)), r"different and ascending, got \[4, 2\]"),
+        ((at(2, 1.0), at(2, 1.0)), "different and ascending"),
+        ((at(2, 1.0), ModelCosts((layer("y"),), (), 4)), "different layers"),
         ((at(2, 1.0), ModelCosts((layer("x", parameters=11),), (), 4)), "the parameters of layer 'x'"),
-        ((model(samples=2), model(crossings=())), "other crossings"),
+        ((model(samples=2), model(crossings=())), "different crossings"),
     ]:
         with pytest.raises(ps.PlanError, match=words):
             Profile(sizes)

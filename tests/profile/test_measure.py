@@ -520,7 +520,7 @@ def test_a_layer_that_fails_is_named_and_the_model_is_as_it_was() -> None:
         ({"optimizer": -1.0}, "optimizer=-1.0"),
         ({"optimizer": True}, "optimizer=True"),
         ({"optimizer": lambda parameters: 1 / 0}, "cannot be measured"),
-        ({"targets": labels(8)}, "no loss_fn"),
+        ({"targets": labels(8)}, "targets= needs loss_fn="),
         ({"targets": labels(4), "loss_fn": nn.functional.cross_entropy}, "has 8 samples, but the targets have 4"),
         pytest.param({"device": "cuda"}, "has no CUDA device", marks=pytest.mark.skipif(HAS_GPU, reason="it has one")),
     ],

@@ -211,5 +211,5 @@ def test_a_real_run(schedule: str) -> None:
 
 
 def test_a_trace_without_steps() -> None:
-    with pytest.raises(ps.PlanError, match="no whole step to report on"):
+    with pytest.raises(ps.PlanError, match="no complete step to report on"):
         analyze(ps.Trace(build("gpipe", 2, 2), ((0, 1),)))

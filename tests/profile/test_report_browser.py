@@ -124,16 +124,16 @@ def test_hover(browser: Browser, tmp_path: Path) -> None:
     browser.mouse("mouseMoved", *place(browser, 5 / 6))
     assert tip(browser) == (
         "0B0 on rank 0\nbackward of stage 0, micro-batch 0\n4.5 s to 6 s: takes 1.5 s\n"
-        "simulated: from 4.5 s, takes 1.5 s\nwaited 3 s for stage 1\nmemory after it 0 B"
+        "simulated: from 4.5 s, takes 1.5 s\nwaited 3 s for a message from stage 1\nmemory after it 0 B"
     )
     browser.mouse("mouseMoved", *place(browser, 3 / 6))
-    assert tip(browser) == "rank 0\nidle before 0B0: waits 3 s for a message of stage 1"
+    assert tip(browser) == "rank 0\nidle before 0B0: waits 3 s for a message from stage 1"
     browser.mouse("mouseMoved", *place(browser, 1.2 / 6))
-    assert tip(browser) == "rank 0\nidle before 0B0: nothing is waited for"
+    assert tip(browser) == "rank 0\nidle before 0B0: no wait for a message"
     browser.mouse("mouseMoved", *place(browser, 0.5 / 6, high=30))
     assert (tip(browser) or "").startswith("0F0 on rank 0, simulated\n")
     browser.mouse("mouseMoved", *place(browser, 5.5 / 6, row=1))
-    assert tip(browser) == "rank 1\nidle: done with its actions"
+    assert tip(browser) == "rank 1\nidle after the last action"
     browser.mouse("mouseMoved", 5, 5)
     assert tip(browser) is None
 
@@ -190,7 +190,8 @@ def test_actions_one_by_one_with_keys(browser: Browser, tmp_path: Path) -> None:
         names.append((tip(browser) or "").split("\n")[0])
     assert names[:4] == ["0F0 on rank 0", "0B0 on rank 0", "0B0 on rank 0", "0F0 on rank 0"]
     assert names[5] == "1F0 on rank 1"
-    assert browser.run("document.getElementById('said').textContent").startswith("1F0 on rank 1, forward of stage 1")
+    announced = browser.run("document.getElementById('announcement').textContent")
+    assert announced.startswith("1F0 on rank 1, forward of stage 1")
     browser.press_key("Escape")
     assert tip(browser) is None
 
@@ -216,7 +217,7 @@ def chosen(browser: Browser) -> tuple[str, float]:
 
 
 STEPS = [
-    ("step 0: 6.50 s (the middle one)", 6.0),
+    ("step 0: 6.50 s (median)", 6.0),
     ("step 1: 13.00 s (slowest)", 12.0),
     ("step 2: 5.85 s", 5.875),
     ("evaluate 3: 3.25 s (fastest)", 1.5),
@@ -238,7 +239,7 @@ def test_a_step_is_chosen(browser: Browser, tmp_path: Path) -> None:
     for key, at in (("s", 3), ("s", 3), ("S", 2), ("S", 1), ("S", 0), ("S", 0)):
         browser.press_key(key)
         assert chosen(browser) == STEPS[at]
-    assert browser.run("document.getElementById('said').textContent") == STEPS[0][0]
+    assert browser.run("document.getElementById('announcement').textContent") == STEPS[0][0]
     bar = "document.querySelector('#step-times [data-step=\"1\"]')"
     x, y, width, height = browser.run(f"((b) => [b.x, b.y, b.width, b.height])({bar}.getBoundingClientRect())")
     assert height == pytest.approx(40, abs=1)

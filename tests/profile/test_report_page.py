@@ -138,7 +138,7 @@ def test_steps_to_choose_from() -> None:
     text = page(analyze(several()))
     reader = read(text)
     data = json.loads("".join(reader.texts["script"][:1]))
-    assert [(step["name"], round(step["seconds"], 6), step["paper"]) for step in data["steps"]] == [
+    assert [(step["name"], round(step["seconds"], 6), step["has_simulation"]) for step in data["steps"]] == [
         ("step 0", 6.0, True),
         ("step 1", 12.0, True),
         ("step 2", 5.875, True),  # as long as the simulated one
@@ -167,7 +167,7 @@ def test_of_many_steps_some_have_timelines() -> None:
     text = page(found)
     read(text)
     assert len(text) < 1_500_000
-    assert f"{len(shown)} of them, in colour, have a timeline here" in text
+    assert f"{len(shown)} of them, in colour, have a timeline" in text
     assert text.count("<rect ") == 1500
     assert "Each bar is a step: 1500 steps of" in text
     assert "failed" in page(analyze(replace(trace, steps=(*steps[:5], replace(steps[5], failed=True)))))
@@ -180,7 +180,7 @@ def test_a_step_of_very_many_actions_is_shown_anyway(monkeypatch: pytest.MonkeyP
     (step,) = trace.steps
     found = analyze(replace(trace, steps=(step, _again(step, 1, 10.0, 1.1))))
     assert [step.number for step in steps_shown(found)] == [0]
-    assert "1 of them, in colour, have a timeline here" in page(found)
+    assert "1 of them, in colour, have a timeline" in page(found)
 
 
 def test_texts_can_be_read_on_what_is_behind_them() -> None:
@@ -234,7 +234,7 @@ def test_waits_take_time() -> None:
     assert all(wait[2] > wait[1] for wait in waits)
 
 
-@pytest.mark.parametrize("kind", ["html", "css", "words.js", "chart.js", "js"])
+@pytest.mark.parametrize("kind", ["html", "css", "text.js", "chart.js", "js"])
 def test_the_files_are_in_the_package(kind: str) -> None:
     assert files("penstock.profile.report").joinpath(f"page.{kind}").is_file()
     assert "profile/report/page.*" in (Path(__file__).parents[2] / "pyproject.toml").read_text()
@@ -256,8 +256,8 @@ def test_a_part_alone_has_a_page() -> None:
     alone = replace(trace, steps=(replace(trace.steps[0], parts=trace.steps[0].parts[:1]),), missing="rank 1 is gone")
     text = page(analyze(alone))
     read(text)
-    assert "One rank&#x27;s part only: rank 1 is gone." in text
-    assert "Not known: the trace has not all stages" in text
+    assert "Records of one rank only: rank 1 is gone." in text
+    assert "Unknown: the trace does not have all stages" in text
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -291,8 +291,8 @@ def test_another_file(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not saved.with_suffix(".html").exists()
     (saved.parent / "link.html").symlink_to(saved)
     for wrong, words in (
-        ([str(saved), "-o", str(saved)], "over the trace"),
-        ([str(saved), "-o", str(saved.parent / "link.html")], "over the trace"),
+        ([str(saved), "-o", str(saved)], "overwrite the trace"),
+        ([str(saved), "-o", str(saved.parent / "link.html")], "overwrite the trace"),
         ([str(saved), "-o", str(saved.parent / "no" / "x.html")], "No such file or directory"),
         ([str(saved.parent)], "Is a directory"),
         ([str(saved.parent / "none.json")], "No such file or directory"),
@@ -317,4 +317,4 @@ def test_files_that_are_no_traces(data: bytes, tmp_path: Path, capsys: pytest.Ca
 def test_a_trace_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replace(example(), steps=()).save(tmp_path / "run.json")
     assert main(["report", str(tmp_path / "run.json")]) == 1
-    assert "no whole step to report on" in capsys.readouterr().err
+    assert "no complete step to report on" in capsys.readouterr().err

@@ -215,11 +215,11 @@ def test_steps_and_skip() -> None:
         with pipe.trace(skip=3) as trace:
             pipe.step(batch(), labels())
         assert len(trace.steps) == 0
-        assert "no whole step" in str(trace)
+        assert "no complete step" in str(trace)
         assert trace.bubble is None
-        with pytest.raises(ps.PlanError, match="no whole step"):
+        with pytest.raises(ps.PlanError, match="no complete step"):
             trace.costs()
-        with pytest.raises(ps.PlanError, match="no whole step"):
+        with pytest.raises(ps.PlanError, match="no complete step"):
             trace.simulation()
 
 

@@ -65,7 +65,7 @@ def test_an_example_by_hand() -> None:
         "        6.00 s simulated with the times of this trace (7.7% less)",
         "bubble  58.3% measured, 58.3% simulated with the median time of each action",
         "",
-        "rank  device  stages    busy   waits   around   other",
+        "rank  device  stages    busy   waits    spans   other",
         "────  ──────  ──────  ──────  ──────  ───────  ──────",
         "0     cpu     0       2.50 s  3.00 s  0.00 ms  1.00 s",
         "1     cpu     1       2.50 s  1.50 s  0.00 ms  1.00 s",
@@ -98,11 +98,11 @@ def test_json_round_trip(trace: ps.Trace, tmp_path: Path) -> None:
     [
         ("", r"wrong\.json is not a saved trace, nor JSON at all: Expecting value: line 1"),
         ("\ufeff{", "is not a saved trace, nor JSON at all"),
-        ("[]", "is not a saved trace: trace.save writes them"),
-        ("{}", "is not a saved trace: trace.save writes them"),
-        ('{"penstock_plan": 1}', "is not a saved trace: trace.save writes them"),
-        ('{"traceEvents": []}', "trace.save writes them, and trace.chrome does not"),
-        ('{"penstock_trace": 2}', r"wrong\.json: trace format 2 cannot be read here: expected 1\. Read it with"),
+        ("[]", "is not a saved trace: load a file written by trace.save"),
+        ("{}", "is not a saved trace: load a file written by trace.save"),
+        ('{"penstock_plan": 1}', "is not a saved trace: load a file written by trace.save"),
+        ('{"traceEvents": []}', "not by trace.chrome"),
+        ('{"penstock_trace": 2}', r"wrong\.json: trace format 2 is not supported: expected 1\. Read it with"),
         ('{"penstock_trace": 1}', "is not a saved trace: the trace has no 'schedule'"),
     ],
 )
@@ -245,7 +245,7 @@ def test_tables(trace: ps.Trace, tmp_path: Path) -> None:
     by_hand = {row["action"]: row for row in example().table()}
     assert (by_hand["1F0"]["waited"], by_hand["1F0"]["waited_for"], by_hand["1F0"]["received"]) == (1.5, 0, 64)
     assert (by_hand["0B0"]["received"], by_hand["0F0"]["waited_for"]) == (32, None)
-    with pytest.raises(ps.PlanError, match=r"not as 'table.csv'"):
+    with pytest.raises(ps.PlanError, match=r"not to 'table.csv'"):
         trace.table(tmp_path / "table.csv")
 
 
@@ -259,5 +259,5 @@ def test_parquet(trace: ps.Trace, tmp_path: Path) -> None:
 
 def test_parquet_without_pyarrow(trace: ps.Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ps.PlanError, match=r"pyarrow is needed: pip install pyarrow, or write \.json"):
+    with pytest.raises(ps.PlanError, match=r"\.parquet files need pyarrow: pip install pyarrow, or write \.json"):
         trace.table(tmp_path / "table.parquet")

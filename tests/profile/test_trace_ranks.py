@@ -201,8 +201,8 @@ def test_a_rank_that_leaves_its_trace_by_an_error_is_not_waited_for(two: Ranks) 
         assert [track.rank for track in trace.tracks] == [rank]
         assert len(trace.steps) == 1
         assert len(trace.table()) == 8
-        assert "one rank's part only: rank 1 left the trace" in str(trace)
-        with pytest.raises(ps.PlanError, match=r"no forward of stages \[\d\], for it has one rank's part only"):
+        assert "records of one rank only: rank 1 left the trace" in str(trace)
+        with pytest.raises(ps.PlanError, match=r"no forward of stages \[\d\], because it has the records of one"):
             trace.costs()
     assert again == other
     assert again.missing is None
@@ -263,7 +263,7 @@ def test_a_rank_that_dies_in_it() -> None:
     (error, trace), second = run_ranks(one_is_gone, 2)
     assert isinstance(second, RankExited)
     assert "rank 1" in str(error)
-    assert trace.missing == "the others' could not be had"
+    assert trace.missing == "the records of other ranks could not be collected"
     assert len(trace.table()) == 8
 
 

@@ -228,8 +228,8 @@ def test_infeasible_cap() -> None:
     with pytest.raises(ScheduleError) as caught:
         auto(costs, vee(2), 4, cap=2.0)
     assert str(caught.value) == (
-        "no order fits: rank 0 keeps at least 2.5 (one micro-batch in stages 0, 3) and may keep 2, 0.5 too little. "
-        "The least for all ranks: 2.5, 2.5. Raise the cap, cut the model finer, or recompute"
+        "no order fits: rank 0 needs at least 2.5 (one micro-batch in stages 0, 3), but its cap is 2, 0.5 too little. "
+        "The least for all ranks: 2.5, 2.5. Raise the cap, use more ranks, or recompute"
     )
 
 
@@ -273,12 +273,12 @@ def test_a_recompute_fills_the_wait_for_the_gradient() -> None:
 def test_recompute_needs_less_than_one_micro_batch_in_all_stages() -> None:
     """Only one of four stages on the rank holds complete activations at a time."""
     costs = Costs(checkpoint=0.1)
-    with pytest.raises(ScheduleError, match=r"cut the model finer, or recompute$"):
+    with pytest.raises(ScheduleError, match=r"use more ranks, or recompute$"):
         auto(costs, (0, 0, 0, 0), 2, cap=1.3)
     for recompute in (True, None):
         found = auto(costs, (0, 0, 0, 0), 2, cap=1.3, recompute=recompute, seconds=SHORT)
         assert max(found.peak_memory) == pytest.approx(1.3)
-    with pytest.raises(ScheduleError, match=r"Raise the cap, or cut the model finer$"):
+    with pytest.raises(ScheduleError, match=r"Raise the cap, or use more ranks$"):
         auto(costs, (0, 0, 0, 0), 2, cap=1.29, recompute=None)
 
 
@@ -385,7 +385,7 @@ def test_no_time_to_search() -> None:
 
 def test_text_of_a_result() -> None:
     assert str(auto(Costs(), loop(2), 4, seconds=SHORT)) == (
-        "makespan 13, lower bound 13: no order is faster\npeak memory 2 on rank 0, of 2 that it may keep"
+        "makespan 13, lower bound 13: no order is faster\npeak memory 2 on rank 0, with a cap of 2"
     )
     found = auto(Costs(latency=0.5), loop(2), 4, seconds=SHORT)
     assert f"at most {found.gap:.1%} slower than the best order" in str(found)

@@ -279,7 +279,7 @@ def test_wrong_costs() -> None:
         Costs(f=math.inf)
     with pytest.raises(ScheduleError, match="bandwidth=0"):
         Costs(bandwidth=0)
-    with pytest.raises(ScheduleError, match=r"checkpoint=1.5 is a fraction"):
+    with pytest.raises(ScheduleError, match=r"checkpoint=1.5 must be a fraction"):
         Costs(checkpoint=1.5)
     with pytest.raises(ScheduleError, match="cost f has 3 numbers, the schedule has 2 stages"):
         simulate(build("1f1b", 2, 2), Costs(f=(1, 2, 3)))

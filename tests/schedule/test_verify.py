@@ -245,37 +245,37 @@ def test_deadlock_of_three() -> None:
 
 def test_missing_action() -> None:
     text = fault(staircase("F0 F1 B0 B1", "F0 B0 F1"))
-    assert "1B1 of rank 1 is missing: 1F1 is there, its backward (B, or I and W) is not" in text
+    assert "1B1 of rank 1 is missing: 1F1 is present, but not its backward (B, or I and W)" in text
     assert "rank 1:  1F0  1B0 [1F1]      <-- here: 1B1 does not follow" in text
-    assert "0W0 of rank 0 is missing: 0I0 is there, its weight gradient is not" in fault(staircase("F0 I0"))
+    assert "0W0 of rank 0 is missing: 0I0 is present, but not its weight gradient" in fault(staircase("F0 I0"))
     text = fault(staircase("F0 F1 B0 B1", "F0 B0"))
-    assert "1F1 of rank 1 is missing: stage 1 does nothing with micro-batch 1" in text
+    assert "1F1 of rank 1 is missing: stage 1 has no action on micro-batch 1" in text
     assert "[-]" in text
 
 
 def test_wrong_order_within_a_stage() -> None:
     text = fault(staircase("F0 B0", "B0 F0"))
-    assert "1B0 of rank 1 (position 0) needs 1F0 before it, which comes only at position 1" in text
+    assert "1B0 of rank 1 (position 0) needs 1F0 before it, which is at position 1" in text
     assert "rank 1: [1B0] 1F0  <-- here" in text
     assert "needs 0F0 before it, which is missing" in fault(staircase("B0"))
     assert "0W0 of rank 0 (position 1) needs 0I0 before it" in fault(staircase("F0 W0 I0"))
-    assert "0R0 of rank 0 (position 2) comes too late" in fault(staircase("F0 B0 R0"))
+    assert "0R0 of rank 0 (position 2) is too late" in fault(staircase("F0 B0 R0"))
     assert "0R0 of rank 0 (position 0) needs 0F0 before it" in fault(staircase("R0 F0 B0"))
 
 
 def test_repeated_action() -> None:
     text = fault(staircase("F0 F1 B0 F0 B1"))
-    assert "0F0 of rank 0 (position 3) is there a second time: it is already at position 0" in text
+    assert "0F0 of rank 0 (position 3) occurs a second time: the first is at position 0" in text
     assert "[0F0]" in text
-    assert "0R0 of rank 0 (position 2) is there a second time" in fault(staircase("F0 R0 R0 B0"))
-    assert "a stage does B, or I and W, on a micro-batch, never both" in fault(staircase("F0 B0 W0"))
+    assert "0R0 of rank 0 (position 2) occurs a second time" in fault(staircase("F0 R0 R0 B0"))
+    assert "a stage runs B, or I and W, on a micro-batch, never both" in fault(staircase("F0 B0 W0"))
     assert "0B0 of rank 0 (position 2) repeats backward work" in fault(staircase("F0 I0 B0"))
 
 
 def test_misplaced_action() -> None:
     good = staircase("F0 B0", "F0 B0")
     swapped = replace(good, placement=(1, 0))
-    assert "0F0 of rank 0 (position 0) cannot be done there: stage 0 is on rank 1" in fault(swapped)
+    assert "0F0 of rank 0 (position 0) is not possible: stage 0 is on rank 1" in fault(swapped)
     assert "there is no stage 5: there are 2 (0..1)" in fault(with_order(good, 1, [Action(5, "F", 0)]))
     assert "there is no stage -1" in fault(with_order(good, 1, [Action(-1, "F", 0)]))
     assert "there is no micro-batch 3: there are 1 (0..0)" in fault(with_order(good, 1, [Action(1, "F", 3)]))
@@ -310,4 +310,4 @@ def test_a_long_schedule_is_shown_only_around_the_fault() -> None:
 
 def test_huge_number_of_microbatches() -> None:
     text = fault(replace(staircase("F0 F1 B0 B1"), num_microbatches=10**30))
-    assert "0F2 of rank 0 is missing: stage 0 does nothing with micro-batch 2" in text
+    assert "0F2 of rank 0 is missing: stage 0 has no action on micro-batch 2" in text

@@ -1,7 +1,7 @@
 """The ``penstock`` command, on Typer.
 
-Each subcommand is a module of this package with an ``app``. It is imported when it is run or completed, so that
-``penstock --help`` does not wait for torch.
+Each subcommand is a module of this package with an ``app``. The module is imported when the command is run or
+completed, so that ``penstock --help`` does not import torch.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from penstock.version import __version__
 
 _COMMANDS = {
     "schedule": "Draw, write or verify a pipeline schedule.",
-    "demo": "Train a small network as a pipeline, beside the plain model.",
-    "plan": "Cut a model into stages for the devices at hand.",
-    "run": "Train a script as a pipeline.",
-    "report": "Make a page of the measurements of a run.",
-    "doctor": "Check that this machine is ready.",
+    "demo": "Train a small network as a pipeline, and compare it with the plain model.",
+    "plan": "Pick stages, micro-batches and a schedule for a model.",
+    "run": "Run a training script in the processes of a pipeline.",
+    "report": "Write an HTML report of a saved trace.",
+    "doctor": "Check this machine for problems.",
 }
 
 
 class UsageError(TyperException):
-    """A command line that parses, but asks for something impossible: exit code 2."""
+    """A command line with invalid values or combinations of options: exit code 2."""
 
     exit_code = 2
 
 
 class _LazyGroup(TyperGroup):
-    """Imports a subcommand when its own arguments are parsed. Until then only its name and its summary are known."""
+    """Imports a subcommand before its arguments are parsed. ``--help`` needs only its name and its summary."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
@@ -73,14 +73,14 @@ def penstock(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` (by default the process's own). Returns the exit code.
+    """Run the command line ``argv`` (by default that of the process) and return the exit code.
 
-    0: success. 1: a failure, explained on stderr. 2: a wrong command line. 130: interrupted. The exit code of ``run``
-    is that of the script.
+    0: success. 1: an error, with a message on stderr. 2: an invalid command line. 130: interrupted. The exit code of
+    ``run`` is that of the script.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # drawings on a terminal without Unicode
+        sys.stdout.reconfigure(errors="replace")  # for drawings on a terminal without Unicode
     try:
         code = get_command(app).main(argv, "penstock", standalone_mode=False)
         sys.stdout.flush()
@@ -92,18 +92,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"penstock: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader of our output has closed the pipe. The rest of the buffer must not fail again at exit.
+        # The reader of the output has closed the pipe. Without this, flushing the buffer at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return 130
-    except SystemExit as exit:  # after a completion script, or from a script that a command ran
+    except SystemExit as exit:  # from shell completion, or from a script that a command ran
         return exit.code if isinstance(exit.code, int) else 1
 
 
 @contextmanager
 def usage_errors(problem: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise errors of these kinds as a ``UsageError``: the problem, and the reason."""
+    """Convert errors of these kinds to a ``UsageError`` with the problem and the reason."""
     try:
         yield
     except kinds as error:
@@ -111,12 +111,12 @@ def usage_errors(problem: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def option(help: str, *names: str, **settings: Any) -> Any:
-    """``typer.Option`` with its help first."""
+    """``typer.Option`` with the help text as the first argument."""
     return typer.Option(*names, help=help, **settings)
 
 
 def unwritable(path: str | Path) -> str | None:
-    """Why no file can be written there, or None: checked before the work whose result it is to hold."""
+    """The reason why ``path`` cannot be written, or None. Commands check it before the work for its contents."""
     place = Path(path)
     if place.is_dir():
         return "it is a directory"

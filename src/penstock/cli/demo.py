@@ -1,8 +1,8 @@
-"""``penstock demo``: the MNIST network as a pipeline of stages, beside the plain model on the same data.
+"""``penstock demo``: train an MNIST network as a pipeline, and compare it with the plain model on the same data.
 
-Both train step by step from the same weights. Loss, gradient norm and the number of correct digits are compared at
-every step; a difference beyond rounding is an error. With ``--processes``, ``penstock run`` starts this module as the
-program of each rank: every rank compares, rank 0 prints.
+Both start with the same weights. Loss, gradient norm and the number of correct digits are compared at every step; a
+difference beyond rounding is an error. With ``--processes``, ``penstock run`` starts this module as the program of each
+rank: every rank compares, rank 0 prints.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from penstock.viz import print_schedule
 
 _EXAMPLES = """\
 Examples:
-  penstock demo                      1f1b, four ranks, a thread for each
-  penstock demo --schedule zbv       four stages on a V over two ranks
-  penstock demo --processes          a process per rank, torch.distributed
+  penstock demo                      1f1b, four ranks, one thread each
+  penstock demo --schedule zbv       four stages in a V on two ranks
+  penstock demo --processes          one process per rank, torch.distributed
   penstock demo --strategy sharded   one micro-batch at a time
   penstock demo --stages 2 --debug   two stages, with shapes and orders
   penstock demo --profile            with a trace of some steps:
@@ -51,11 +51,11 @@ Examples:
                                      ui.perfetto.dev profile/perfetto.json
 """
 
-# Layers of each stage, for each number of stages. The second layer computes more than all others together.
+# Layers per stage, by the number of stages. The second layer takes longer than all others together.
 _BALANCES = {1: [4], 2: [1, 3], 3: [1, 1, 2], 4: [1, 1, 1, 1]}
 
-# Largest accepted difference of losses and gradient norms, relative to the plain model's where that is above 1.
-# Regrouped sums of doubles differ by about 1e-15. A wrong gradient shows at once in its norm, and then in the losses.
+# Largest accepted difference of losses and gradient norms, relative to the plain model's if that is above 1. Regrouped
+# sums of doubles differ by about 1e-15. A wrong gradient changes the norm in the same step, and then the losses.
 TOLERANCE = 1e-9
 
 app = typer.Typer(add_completion=False)
@@ -64,34 +64,34 @@ app = typer.Typer(add_completion=False)
 @app.command(epilog=_EXAMPLES)
 def demo(
     epochs: Annotated[int, option("Passes over the data.", min=1)] = 10,
-    batch_size: Annotated[int, option("Samples of a step.", min=1)] = 80,
-    microbatches: Annotated[int, option("Micro-batches of a step.", min=1)] = 8,
-    device_iterations: Annotated[int, option("Steps of a call: their results arrive together.", min=1)] = 1,
-    test_batch_size: Annotated[int, option("Samples at a time in the test.", min=1)] = 100,
-    learning_rate: Annotated[float, option("Of AdamW.", min=1e-9, max=1)] = 1e-3,
-    stages: Annotated[Literal[1, 2, 3, 4], option("Stages of the network.")] = 4,
+    batch_size: Annotated[int, option("Samples per step.", min=1)] = 80,
+    microbatches: Annotated[int, option("Micro-batches per step.", min=1)] = 8,
+    device_iterations: Annotated[int, option("Steps per call; results are read once per call.", min=1)] = 1,
+    test_batch_size: Annotated[int, option("Samples per batch in the test.", min=1)] = 100,
+    learning_rate: Annotated[float, option("Learning rate of AdamW.", min=1e-9, max=1)] = 1e-3,
+    stages: Annotated[Literal[1, 2, 3, 4], option("Number of stages.")] = 4,
     strategy: Annotated[
         Literal["pipelined", "sharded"],
-        option("pipelined: by the schedule; sharded: one micro-batch at a time, nothing overlaps."),
+        option("pipelined: with --schedule; sharded: one micro-batch at a time, without overlap."),
     ] = "pipelined",
     schedule: Annotated[
-        str | None, option("By default 1f1b; see 'penstock schedule --list'.", autocompletion=complete_schedule)
+        str | None, option("Default: 1f1b; see 'penstock schedule --list'.", autocompletion=complete_schedule)
     ] = None,
-    processes: Annotated[bool, option("A process for each rank, not a thread.", "--processes")] = False,
-    device: Annotated[Literal["cpu", "cuda"], option("Where the stages are.")] = "cpu",
-    offload_optimiser: Annotated[bool, option("Optimiser's state on the host.", "--offload-optimiser")] = False,
-    profile: Annotated[bool, option("Record some steps, and explain their time.", "--profile")] = False,
-    report: Annotated[str, option("The page to write.", metavar="FILE")] = "penstock-demo.html",
-    profile_dir: Annotated[str, option("For trace.json and perfetto.json.", metavar="DIR")] = "profile",
-    debug: Annotated[bool, option("Show shapes and orders before, and progress after each call.", "--debug")] = False,
-    data: Annotated[str | None, option("MNIST's four files (default: the package's extract).", metavar="DIR")] = None,
-    seed: Annotated[int, option("Of the weights and the order of the data.", min=0)] = 0,
+    processes: Annotated[bool, option("Run one process per rank instead of one thread.", "--processes")] = False,
+    device: Annotated[Literal["cpu", "cuda"], option("Device of the stages.")] = "cpu",
+    offload_optimiser: Annotated[bool, option("Keep the optimiser state on the host.", "--offload-optimiser")] = False,
+    profile: Annotated[bool, option("Write a trace of some steps.", "--profile")] = False,
+    report: Annotated[str, option("The report page to write.", metavar="FILE")] = "penstock-demo.html",
+    profile_dir: Annotated[str, option("Directory of trace.json and perfetto.json.", metavar="DIR")] = "profile",
+    debug: Annotated[bool, option("Show shapes and orders first, and progress after each call.", "--debug")] = False,
+    data: Annotated[str | None, option("Directory of MNIST's four files (default: an extract).", metavar="DIR")] = None,
+    seed: Annotated[int, option("Seed of the weights and of the order of the data.", min=0)] = 0,
 ) -> int:
-    """Train the MNIST network as a pipeline of stages, beside the plain model on the same data."""
+    """Train an MNIST network as a pipeline, and compare it with the plain model on the same data."""
     if strategy == "sharded" and schedule is not None:
         raise UsageError("--strategy sharded is a schedule itself: leave out --schedule")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: there is no GPU here")
+        raise UsageError("--device cuda: this machine has no GPU")
     if profile:
         with usage_errors(f"--profile-dir: cannot write to {profile_dir!r}", OSError):
             Path(profile_dir).mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def demo(
     with usage_errors("--schedule", ScheduleError):
         schedules = settings.schedules()
     if not schedules.training(1).trains:
-        raise UsageError(f"--schedule: {schedules.name!r} has no backward, and so does not train")
+        raise UsageError(f"--schedule: {schedules.name!r} has no backward, and cannot train")
     if processes:
         arguments = [json.dumps(asdict(settings))]
         return run_processes("penstock.cli.demo", schedules.ranks, arguments, cpu=device == "cpu", module=True)
@@ -123,10 +123,10 @@ def demo(
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a run. ``data`` is a directory of MNIST's files; None is the extract in the package.
+    """The options of a run. ``data`` is a directory of MNIST files, or None for the extract in the package.
 
-    A call makes ``device_iterations`` steps before their results are read. ``trace_dir`` is the directory for a trace
-    of some steps.
+    A call runs ``device_iterations`` steps before it reads their results. ``trace_dir`` is the directory for a trace of
+    some steps.
     """
 
     epochs: int
@@ -146,11 +146,11 @@ class Settings:
     debug: bool = False
 
     def plan(self) -> ps.Plan:
-        """The network's four layers as stages."""
+        """The plan of the network with its four layers."""
         return ps.split(network(self.seed), balance=_BALANCES[self.stages])
 
     def schedules(self) -> ScheduleProvider:
-        """The schedules of the pipeline, with its number of ranks and its placement."""
+        """The schedules of the pipeline."""
         plan = self.plan()
         edges = [(edge.src, edge.dst) for edge in plan.edges]
         return ScheduleProvider(self.schedule, plan.num_stages, edges, self.microbatches)
@@ -163,8 +163,8 @@ class Settings:
 def network(seed: int = 0) -> nn.Sequential:
     """The MNIST network of Graphcore's tutorial on pipelining, with the weights of ``seed``. Keeps torch's RNG state.
 
-    Double precision: in single precision two runs diverge after a few hundred steps, because rounding switches a ReLU
-    here and there and training amplifies it.
+    It is in double precision. In single precision, two runs diverge after a few hundred steps, because rounding changes
+    the sign of a ReLU's input now and then, and training amplifies the difference.
     """
 
     def conv_layer(channels: int, filters: int) -> nn.Module:
@@ -212,7 +212,7 @@ class PlainRun:
 
 
 class PipelineRun:
-    """The model as a pipeline of threads or, with a mesh, one rank of a pipeline of processes."""
+    """The model as a pipeline of threads or, with a mesh, as one rank of a pipeline of processes."""
 
     def __init__(self, settings: Settings, mesh: ps.Mesh | None = None) -> None:
         devices = [settings.device_of(rank) for rank in range(settings.schedules().ranks)]
@@ -230,11 +230,11 @@ class PipelineRun:
             self.optimizer = self.pipe.offload_optimizer(self.optimizer)
 
     def call(self, batches: list[tuple[Tensor, Tensor]]) -> list[TrainStep]:
-        """A step for each mini-batch; their results are read together."""
+        """Run one step per mini-batch, then read the results of all steps."""
         results = []
         for x, y in batches:
             result = self.pipe.step(x, y)
-            norm = self.pipe.clip_grad_norm_(math.inf)  # the norm over all stages; nothing is clipped
+            norm = self.pipe.clip_grad_norm_(math.inf)  # the norm over all stages, without clipping
             self.optimizer.step()
             self.optimizer.zero_grad()
             results.append((result, norm, y))
@@ -249,7 +249,7 @@ def _num_correct(outputs: Tensor | None, labels: Tensor) -> int | None:
 
 
 def difference(step: TrainStep, plain: TrainStep, where: str) -> float:
-    """The relative difference of two steps, or an error if it is beyond rounding."""
+    """The relative difference of two steps; ``PenstockError`` if it is beyond rounding."""
     if not math.isfinite(plain.loss):
         raise PenstockError(f"{where}: the plain model's loss is {plain.loss}. Choose a smaller learning rate")
     largest = 0.0
@@ -257,21 +257,21 @@ def difference(step: TrainStep, plain: TrainStep, where: str) -> float:
         relative = abs(a - b) / max(1.0, abs(b))
         if not relative <= TOLERANCE:
             raise PenstockError(
-                f"{where}: the {name} is {a!r} as a pipeline, but {b!r} in the plain model. They differ by "
-                f"{relative:.1e}, and rounding explains {TOLERANCE:.0e} at most"
+                f"{where}: the {name} is {a!r} in the pipeline, but {b!r} in the plain model. The difference is "
+                f"{relative:.1e}, but rounding explains at most {TOLERANCE:.0e}"
             )
         largest = max(largest, relative)
     if step.correct not in (None, plain.correct):
         raise PenstockError(
-            f"{where}: {step.correct} of {step.samples} digits are right as a pipeline, but {plain.correct} in the "
-            "plain model"
+            f"{where}: the pipeline classifies {step.correct} of {step.samples} digits correctly, but the plain model "
+            f"{plain.correct}"
         )
     return largest
 
 
 def train(settings: Settings, mesh: ps.Mesh | None = None) -> None:
-    """Show plan and schedule, train pipeline and plain model, test both, write the report."""
-    torch.set_num_threads(1)  # pipeline and plain model add in the same order on every machine
+    """Show plan and schedule, train and test both the pipeline and the plain model, write the report."""
+    torch.set_num_threads(1)  # for the same order of summation in pipeline and plain model on every machine
     digits, test = load_mnist(settings.data)
     schedules = settings.schedules()
     schedule = schedules.training(settings.microbatches)
@@ -285,7 +285,7 @@ def train(settings: Settings, mesh: ps.Mesh | None = None) -> None:
     steps = settings.epochs * -(-len(digits) // settings.batch_size)
     run, plain = PipelineRun(settings, mesh), PlainRun(settings)
     with closing(run.pipe):
-        # The first step is slower than the others: its trace is left out, unless it is the only one.
+        # The first step is slower than the others. It is not recorded, unless it is the only one.
         with run.pipe.trace(steps=10, skip=int(steps > 1), quiet=True) as trace, progress_ui() as ui:
             largest = _compare(settings, run, plain, digits, ui)
         (accuracy,) = _sum_over_ranks(mesh, _accuracy(run.pipe, test, settings))
@@ -293,7 +293,7 @@ def train(settings: Settings, mesh: ps.Mesh | None = None) -> None:
         bubble = _bubble(run, StepTotals())
     print(f"\ntest accuracy: pipeline {accuracy:.1%}, plain {expected:.1%}\n")
     if accuracy != expected:
-        raise PenstockError(f"{accuracy:.2%} of the test digits are right as a pipeline, but {expected:.2%} plain")
+        raise PenstockError(f"the test accuracy is {accuracy:.2%} in the pipeline, but {expected:.2%} in the plain one")
     if mesh is None or mesh.rank == 0:
         if settings.trace_dir is not None:
             trace.save(Path(settings.trace_dir, "trace.json"))
@@ -313,7 +313,7 @@ def train(settings: Settings, mesh: ps.Mesh | None = None) -> None:
 
 
 def _compare(settings: Settings, run: PipelineRun, plain: PlainRun, digits: Digits, ui: ProgressUI) -> float:
-    """Train both to the end; returns the largest difference. Shows a line for each epoch, or with debug each call."""
+    """Train both, and return the largest difference. Shows a line per epoch, with ``debug`` also one per call."""
     ui.line("epoch  loss: pipeline        plain  difference  accuracy  samples/s  bubble")
     steps_per_epoch, overall = -(-len(digits) // settings.batch_size), 0.0
     for epoch in range(1, settings.epochs + 1):
@@ -347,14 +347,14 @@ def _compare(settings: Settings, run: PipelineRun, plain: PlainRun, digits: Digi
 
 
 def _accuracy(model: Callable[[Tensor], Any], test: Digits, settings: Settings, device: str = "cpu") -> float:
-    """The fraction of the test digits that are right; 0 on a rank without outputs."""
+    """The fraction of correct test digits; 0 on a rank without outputs."""
     with torch.no_grad():
         batches = test.batches(settings.test_batch_size)
         return sum(_num_correct(model(x.double().to(device)), y) or 0 for x, y in batches) / len(test)
 
 
 def _bubble(run: PipelineRun, since: StepTotals) -> float | None:
-    """The bubble of all ranks as measured; None where it is not known."""
+    """The measured bubble of all ranks; None if it was not measured."""
     totals = run.pipe.step_totals.since(since)
     idle, measured = _sum_over_ranks(run.pipe.mesh, totals.idle, totals.measured)
     return idle / measured if measured else None
@@ -368,7 +368,7 @@ def _sum_over_ranks(mesh: ps.Mesh | None, *numbers: float) -> list[float]:
 
 
 def _print_details(plan: ps.Plan, schedule: ps.Schedule, batch: Tensor) -> None:
-    """The shapes at each stage, for a micro-batch of ``batch``, and the order of each rank."""
+    """Print the shapes at each stage, for a micro-batch of ``batch``, and the order of each rank."""
 
     def shape(tensor: Tensor) -> str:
         return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
@@ -384,7 +384,7 @@ def _print_details(plan: ps.Plan, schedule: ps.Schedule, batch: Tensor) -> None:
     print(f"\nThe order of each rank: stage, kind and micro-batch\n\n{str(schedule).rstrip()}")
 
 
-if __name__ == "__main__":  # one process of --processes
+if __name__ == "__main__":  # a process of --processes
     options = Settings(**json.loads(sys.argv[1]))
     dist.init_process_group("gloo")
     mesh = ps.Mesh(pipe=dist.get_world_size(), device=options.device_of(dist.get_rank()))

@@ -1,4 +1,4 @@
-"""``penstock plan``: stages, micro-batches and a schedule for a model and a number of devices."""
+"""``penstock plan``: pick stages, micro-batches and a schedule for a model and a number of devices."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Examples; build() returns the model and a sample to measure it on:
   penstock plan --layers gpt:175b --hardware h100 --devices 4096
 """
 _MODEL_HELP = "A model, or a function that returns one, or (model, sample)."
-_LAYERS_HELP = "A transformer by numbers: gpt:175b, llama:70b or layers=24,hidden=1024,…"
-_DEFAULT_TOKENS = 4 << 20  # of a mini-batch of --layers
+_LAYERS_HELP = "Sizes of a transformer: gpt:175b, llama:70b or layers=24,hidden=1024,…"
+_DEFAULT_TOKENS = 4 << 20  # tokens of a mini-batch, for --layers
 
 
 app = typer.Typer(add_completion=False)
@@ -38,24 +38,22 @@ def plan(
     sample: Annotated[
         str | None, option("The model's input, or a function that returns it.", metavar="MODULE:NAME")
     ] = None,
-    costs: Annotated[str | None, option("Costs that were measured before, or written by hand.", metavar="FILE")] = None,
+    costs: Annotated[str | None, option("Costs from a file, measured or written by hand.", metavar="FILE")] = None,
     layers: Annotated[str | None, option(_LAYERS_HELP, metavar="MODEL")] = None,
-    hardware: Annotated[str | None, option("Devices that are not here: h100, a100, …", metavar="NAME")] = None,
+    hardware: Annotated[str | None, option("Kind of devices, need not be present: h100, …", metavar="NAME")] = None,
     tensor: Annotated[
         int | None, option("Devices that share each layer of --layers (default: searched).", min=1)
     ] = None,
-    half_layers: Annotated[bool, option("Cut --layers between attention and MLP, too.", "--half-layers")] = False,
-    memory: Annotated[str | None, option("Memory of each device, as 16GiB (default: its own).", metavar="SIZE")] = None,
-    batch: Annotated[int | None, option("Samples of a mini-batch.", min=1)] = None,
-    microbatches: Annotated[
-        int | None, option("Micro-batches of a replica's share (default: searched).", min=1)
-    ] = None,
+    half_layers: Annotated[bool, option("Allow cuts between attention and MLP of --layers.", "--half-layers")] = False,
+    memory: Annotated[str | None, option("Memory per device, as 16GiB (default: its own).", metavar="SIZE")] = None,
+    batch: Annotated[int | None, option("Samples per mini-batch.", min=1)] = None,
+    microbatches: Annotated[int | None, option("Micro-batches per replica (default: searched).", min=1)] = None,
     recompute: Annotated[
-        Literal["yes", "no"] | None, option("Whether to recompute (default: where memory asks for it).")
+        Literal["yes", "no"] | None, option("Whether to recompute (default: as the memory requires).")
     ] = None,
-    threads: Annotated[bool, option("A pipeline of threads, without replicas.", "--threads")] = False,
-    seconds: Annotated[float, option("How long to search.", min=0.001)] = 10.0,
-    measure: Annotated[float | None, option("How long to measure (default: 5).", min=0.0)] = None,
+    threads: Annotated[bool, option("Plan a pipeline of threads, without replicas.", "--threads")] = False,
+    seconds: Annotated[float, option("Seconds to search.", min=0.001)] = 10.0,
+    measure: Annotated[float | None, option("Seconds to measure (default: 5).", min=0.0)] = None,
     save: Annotated[
         str | None, option("Write the plan as JSON: ps.PlanResult.load(FILE, model) reads it.", metavar="FILE")
     ] = None,
@@ -64,13 +62,13 @@ def plan(
     if not (model or costs or layers) or (layers and (model or costs)):
         raise UsageError("no model to plan: give one of MODULE:NAME, --costs FILE and --layers MODEL")
     useless = (
-        (layers and not hardware, "--layers describes a model for devices that are not here: say which by --hardware"),
+        (layers and not hardware, "--layers needs --hardware, the kind of devices"),
         ((tensor or half_layers) and not layers, "--tensor and --half-layers are for a model described by --layers"),
-        (layers and threads, "--threads is for devices that are here, and those of --layers are not"),
-        (sample and not model, "--sample is for a model that is to be measured: MODULE:NAME"),
-        (costs and hardware, "--hardware has no effect where --costs are given: they are of some hardware already"),
-        (measure is not None and (costs or layers or hardware), "--measure has no effect where nothing is timed"),
-        (costs and not model and not batch, "say --batch, how many samples a mini-batch has"),
+        (layers and threads, "--threads is for devices of this machine: leave it out with --layers"),
+        (sample and not model, "--sample is the input of MODULE:NAME: give that, too"),
+        (costs and hardware, "--hardware has no effect if --costs are given, which are those of certain hardware"),
+        (measure is not None and (costs or layers or hardware), "--measure has no effect if no layer is timed"),
+        (costs and not model and not batch, "give --batch, the number of samples of a mini-batch"),
     )
     for wrong, message in useless:
         if wrong:
@@ -114,7 +112,7 @@ def plan(
             raise PlanError(f"{model} is, or returns, a {kind}: expected an nn.Module, or (model, sample)")
         inputs = _load(sample) if sample else inputs
         if inputs is None and not costs:
-            raise PlanError(f"{model} gives a model and no sample to measure it on: give --sample, or --costs")
+            raise PlanError(f"{model} returns no sample to measure the model on: give --sample, or --costs")
         result = profile.plan(module, inputs, **options)
     print(result)
     if save:
@@ -123,7 +121,7 @@ def plan(
 
 
 def _load(text: str) -> Any:
-    """The object that ``module:name`` or ``file.py:name`` names; a function or a class is called."""
+    """Load the object at ``module:name`` or ``file.py:name``; if it is a function or a class, call it."""
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise PlanError(f"{text!r} must be MODULE:NAME, as in train:build_model or models.py:Net")

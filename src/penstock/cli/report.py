@@ -26,13 +26,13 @@ def report(
         str | None, option("The page to write (default: TRACE with .html).", "-o", "--output", metavar="FILE")
     ] = None,
 ) -> None:
-    """Make an HTML page of a saved trace: timeline, idle time by cause, memory, advice."""
+    """Write an HTML report of a saved trace: timeline, idle time by cause, memory, advice."""
     from penstock.profile import Trace
 
     source = Path(trace_file)
     target = Path(output) if output else source.with_suffix(".html")
     if target.resolve() == source.resolve():
-        raise UsageError(f"the page would be written over the trace {trace_file!r}: give another file with -o")
+        raise UsageError(f"the page would overwrite the trace {trace_file!r}: give another file with -o")
     with usage_errors(f"cannot read {trace_file!r}", OSError):
         trace = Trace.load(source)
     with usage_errors(f"cannot write {str(target)!r}", OSError):

@@ -1,8 +1,8 @@
-"""``penstock run``: starts a script in the processes of its mesh, with torch's launcher.
+"""``penstock run``: start a script in the processes of its mesh, with torch's launcher.
 
-output of the ranks    rank 0   ─────────────────────────▶ this terminal
-                       others   ──▶ files, one pair each ─▶ shown with --all-ranks
-error of a rank        all      ──▶ files, one each      ─▶ the first failure, once, at the end
+output of the ranks    rank 0   ────────────────────────────▶ this terminal
+                       others   ──▶ files, two per rank    ─▶ shown with --all-ranks
+error of a rank        all      ──▶ files, one per rank    ─▶ the first failure, at the end
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from penstock.train.checkpoint import PREEMPTED
 from penstock.train.launch import usable_cores
 
 _WORKER = str(Path(__file__).with_name("run_worker.py"))
-_ELASTIC = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}  # seconds; times
+_ELASTIC_CONFIG = {"last_call_timeout": 3, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}  # seconds; count
 _LOCALHOST = "127.0.0.1"
-_LAST_LINES = 30  # shown of the stderr of a rank that recorded no error
+_LAST_LINES = 30  # lines shown of the stderr of a rank that recorded no error
 
 _DETAILS = """\
 The processes are those of ps.Mesh(): --data replicas of a pipeline of --stages, with --tensor processes per rank. \
-Arguments after the script are the script's own.
+Arguments after the script are passed to the script.
 
-The output of rank 0 is shown. That of the others goes to files (--log-dir); --all-ranks shows it too, with the rank \
-before each line. When a rank fails, all are ended, the error of the first that failed is shown, and its exit code is \
-this command's. Ctrl-C ends all of them.
+The output of rank 0 is shown. The output of other ranks is written to files (--log-dir); --all-ranks shows it too, \
+with the rank before each line. When a rank fails, all ranks are ended, the first error is shown, and the command \
+returns its exit code. Ctrl-C ends all ranks.
 
 Examples:
   penstock run --stages 4 train.py --epochs 3   four processes on this machine
@@ -63,7 +63,7 @@ On two machines, with the same line on both, or with --node-rank 1 on the second
   penstock run --stages 8 --nnodes 2 --rdzv-endpoint host0:29500 train.py
   penstock run --stages 8 --nnodes 2 --node-rank 0 --master host0:29500 train.py
 
-A run that goes on when machines leave or come, with the same line on each; --stages is then per machine:
+An elastic run, in which machines may join and leave, with the same line on each; --stages is then per machine:
   penstock run --elastic --stages 2 --nnodes 1:4 --rdzv-endpoint host0:29500 train.py
 """
 
@@ -78,38 +78,38 @@ app = typer.Typer(add_completion=False)
 )
 def run(
     script: Annotated[str, typer.Argument(metavar="train.py", help="The script, or with -m the module.")],
-    stages: Annotated[int, option("Processes in a pipeline: the mesh's 'pipe'.", min=1)],
+    stages: Annotated[int, option("Processes per pipeline: 'pipe' of the mesh.", min=1)],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="The script's arguments.")] = None,
     data: Annotated[int, option("Replicas of the pipeline.", min=1)] = 1,
-    tensor: Annotated[int, option("Processes that share a rank's layers.", min=1)] = 1,
+    tensor: Annotated[int, option("Processes that share the layers of a rank.", min=1)] = 1,
     nnodes: Annotated[
-        str, option("Machines, with as many processes each; with --elastic, the least and the most.", metavar="N|N:M")
+        str, option("Number of machines, with equal process counts; with --elastic, minimum:maximum.", metavar="N|N:M")
     ] = "1",
     elastic: Annotated[
-        bool, option("Start the ranks again after a failure, and when machines leave or come.", "--elastic")
+        bool, option("Restart the ranks after a failure, and when machines join or leave.", "--elastic")
     ] = False,
-    max_restarts: Annotated[int, option("How often, after failures; with --elastic.", min=0)] = 100,
-    node_rank: Annotated[int | None, option("This machine's number; with --master.", min=0)] = None,
-    master: Annotated[str | None, option("Address of machine 0, a free port.", metavar="HOST:PORT")] = None,
+    max_restarts: Annotated[int, option("Limit of restarts after failures; with --elastic.", min=0)] = 100,
+    node_rank: Annotated[int | None, option("Number of this machine; with --master.", min=0)] = None,
+    master: Annotated[str | None, option("Address and free port of machine 0.", metavar="HOST:PORT")] = None,
     rdzv_endpoint: Annotated[
-        str | None, option("The same, if machines have no --node-rank.", metavar="HOST:PORT")
+        str | None, option("Address and free port of one machine, instead of --master.", metavar="HOST:PORT")
     ] = None,
     cpu: Annotated[bool, option("Use no GPUs.", "--cpu")] = False,
     all_ranks: Annotated[bool, option("Show the output of every rank.", "--all-ranks")] = False,
     log_dir: Annotated[
         str | None, option("Keep the output of ranks 1, 2, … as DIR/rank1.out, …", metavar="DIR")
     ] = None,
-    module: Annotated[bool, option("The script is a module, as for 'python -m'.", "-m")] = False,
+    module: Annotated[bool, option("Run a module, as 'python -m'.", "-m")] = False,
 ) -> int:
-    """Train a script as a pipeline."""
+    """Run a training script in the processes of a pipeline."""
     total = stages * data * tensor
-    least, most = _machines(nnodes, elastic)
+    least, most = _parse_nnodes(nnodes, elastic)
     if total % most and not elastic:
-        raise UsageError(f"{total} processes cannot be shared equally by --nnodes {most} machines")
+        raise UsageError(f"{total} processes cannot be divided equally among --nnodes {most} machines")
     if elastic and (data > 1 or tensor > 1):
-        raise UsageError("with --elastic the script divides the ranks: ps.Mesh(data=…); leave out --data and --tensor")
+        raise UsageError("with --elastic the script sets the mesh, ps.Mesh(data=…): leave out --data and --tensor")
     if elastic and master:
-        raise UsageError("with --elastic machines have no numbers: give --rdzv-endpoint instead of --master")
+        raise UsageError("with --elastic machines have no fixed numbers: give --rdzv-endpoint instead of --master")
     if most == 1 and (master or rdzv_endpoint or node_rank is not None):
         raise UsageError("--master, --rdzv-endpoint and --node-rank are for several machines: give --nnodes, too")
     if most > 1 and bool(master) == bool(rdzv_endpoint):
@@ -119,17 +119,17 @@ def run(
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UsageError(f"{endpoint!r} is not HOST:PORT")
     if bool(master) != (node_rank is not None):
-        raise UsageError("--master needs --node-rank, the number of this machine from 0; --rdzv-endpoint has none")
+        raise UsageError("--master needs --node-rank, the number of this machine from 0; --rdzv-endpoint does not")
     if node_rank is not None and node_rank >= most:
         raise UsageError(f"--node-rank {node_rank} is too high: --nnodes {most} are numbered from 0 on")
     try:
         socket.getaddrinfo(host.strip("[]"), None)
     except (OSError, UnicodeError):
-        raise UsageError(f"the machine {host!r} is not known here: is its name right?") from None
+        raise UsageError(f"the host name {host!r} cannot be resolved: check its spelling, or give an address") from None
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script!r}")
     if module and PathFinder.find_spec(package := script.partition(".")[0], [os.getcwd(), *sys.path]) is None:
-        raise UsageError(f"there is no module {script!r}: {package!r} is not here, nor installed")
+        raise UsageError(f"there is no module {script!r}: {package!r} is neither in this directory nor installed")
     with usage_errors(f"cannot write to --log-dir {log_dir!r}", OSError):
         directory = Path(log_dir or tempfile.mkdtemp(prefix="penstock_"))
         directory.mkdir(parents=True, exist_ok=True)
@@ -141,16 +141,16 @@ def run(
         run_id="penstock",
         max_restarts=max_restarts if elastic else 0,
         monitor_interval=0.1,
-        logs_specs=_Logs(directory, all_ranks),
+        logs_specs=_RankLogs(directory, all_ranks),
         log_line_prefix_template="[rank ${rank}] ",
         rdzv_backend="static" if master else "c10d" if endpoint else _LocalRendezvous.BACKEND,
         rdzv_endpoint=endpoint or "",
-        rdzv_configs=_ELASTIC if elastic else {"rank": node_rank} if master else {},
+        rdzv_configs=_ELASTIC_CONFIG if elastic else {"rank": node_rank} if master else {},
     )
     mesh = {"PENSTOCK_PIPE": str(stages), "PENSTOCK_DATA": str(data), "PENSTOCK_TENSOR": str(tensor)}
     keep = log_dir is not None
     try:
-        # A new store for every group: in torch's shared one, machines that stay would look for one that has left.
+        # Every group has a new store. torch's shared store may be on a machine that has left.
         variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if elastic else mesh
         with _environment(variables, processes, cpu, local=not endpoint):
             elastic_launch(config, sys.executable)("-u", _WORKER, *(["-m"] * module), script, *(arguments or ()))
@@ -177,9 +177,9 @@ def run(
 
 
 class _LocalRendezvous(RendezvousHandler):
-    """The rendezvous of one machine, whose store no other machine reaches: those of torch listen on all interfaces.
+    """The rendezvous of a single machine. Its store listens on loopback; the stores of torch listen on all interfaces.
 
-    The store is in this process, so that any rank may end. Ranks that are started again get a new one.
+    The store is in this process, so that it does not end with a rank. Restarted ranks get a new store.
     """
 
     BACKEND = "penstock"
@@ -217,18 +217,18 @@ class _LocalRendezvous(RendezvousHandler):
 rendezvous_handler_registry.register(_LocalRendezvous.BACKEND, _LocalRendezvous)
 
 
-def _machines(nnodes: str, elastic: bool) -> tuple[int, int]:
-    """The least and the most number of machines."""
+def _parse_nnodes(nnodes: str, elastic: bool) -> tuple[int, int]:
+    """The minimum and maximum number of machines."""
     least, _, most = nnodes.partition(":")
     if not all(n.isdecimal() and int(n) for n in (least, most or least)) or int(least) > int(most or least):
-        raise UsageError(f"--nnodes {nnodes!r} is a number of machines from 1 up, or the least and the most: 1:4")
+        raise UsageError(f"--nnodes {nnodes!r} must be a number of machines, at least 1, or minimum and maximum: 1:4")
     if most and not elastic:
-        raise UsageError(f"--nnodes {nnodes} lets the number of machines change: give --elastic, too")
+        raise UsageError(f"--nnodes {nnodes} is a range: give --elastic, too")
     return int(least), int(most or least)
 
 
 def _preempted(directory: Path) -> bool:
-    """Whether ranks have ended with the exit code of a preemption, after they wrote a checkpoint."""
+    """Whether a rank has ended with the exit code of a preemption, after it wrote a checkpoint."""
     for file in directory.glob("error*.json"):
         with suppress(OSError, ValueError):
             if json.loads(file.read_text(encoding="utf-8")).get("code") == PREEMPTED:
@@ -238,20 +238,20 @@ def _preempted(directory: Path) -> bool:
 
 @contextmanager
 def _environment(variables: dict[str, str], processes: int, cpu: bool, local: bool) -> Iterator[None]:
-    """The environment that the processes inherit: ``variables``, and as many threads as there are cores for each.
+    """Set the environment of the processes: ``variables``, and their share of the cores as number of threads.
 
-    ``local`` processes are all on this machine.
+    ``local``: all processes are on this machine.
     """
     before = dict(os.environ)
     os.environ.update(variables, PENSTOCK_LAUNCHER=str(os.getpid()))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")  # seconds from a signal until processes are killed
-    os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up the names of peers: a lost query costs 5 s else
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up the names of peers; the default timeout is 5 s
     if local and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if "LOGLEVEL" not in os.environ:  # torch's launcher logs its own steps when a rank fails
+    if "LOGLEVEL" not in os.environ:  # torch's launcher logs the failure of a rank, too
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed.elastic"):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -262,8 +262,8 @@ def _environment(variables: dict[str, str], processes: int, cpu: bool, local: bo
         os.environ.update(before)
 
 
-class _Logs(LogsSpecs):
-    """Rank 0 keeps the terminal, on which it may draw; the output of the others goes to files, and may be shown too."""
+class _RankLogs(LogsSpecs):
+    """Rank 0 writes to the terminal. The output of other ranks is written to files, and shown if ``show_all``."""
 
     def __init__(self, directory: Path, show_all: bool) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class _Logs(LogsSpecs):
 
 
 def first_failure(failures: dict[int, ProcessFailure], directory: Path, shown: bool) -> tuple[str, str, int]:
-    """The failure that the others followed from: in a line, in full, and as an exit code.
+    """The failure that caused the others: a summary line, the full text, and the exit code.
 
     The full text is the error that the rank recorded, or the end of its stderr, unless that was ``shown``.
     """
@@ -302,7 +302,7 @@ def first_failure(failures: dict[int, ProcessFailure], directory: Path, shown: b
         file.unlink(missing_ok=True)
 
     def order(rank: int) -> tuple[int, float]:
-        """Killed processes first. Those that were aborted, or asked to end, are no cause."""
+        """Sort killed processes first, and aborted or terminated processes last."""
         code, timestamp = failures[rank].exitcode, failures[rank].timestamp
         if rank in records:
             return 1, records[rank].get("time", timestamp)

@@ -1,11 +1,11 @@
-"""The process that ``penstock run`` starts for every rank: it runs the user's script as Python itself would.
+"""The process that ``penstock run`` starts for each rank. It runs the user's script in the same way as ``python``.
 
     python run_worker.py train.py …
     python run_worker.py -m package.train …
 
 It is started by its path and imports only the standard library, so that no other module is imported before the script
-begins. An uncaught exception is not printed, once per rank, but recorded for ``penstock run``, which prints the first
-one of all ranks. The process ends when the launcher's process has ended.
+begins. An uncaught exception is not printed but recorded for ``penstock run``, which prints the first one of all ranks.
+The process ends when the process of the launcher has ended.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def main() -> None:
 def _record_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     errors = sys.modules.get("penstock.errors")
     if errors is not None and isinstance(error, errors.PipelineError) and error.rank is not None:
-        # It is the same on every rank, and has the place and the traceback of the failure in its text.
+        # The error is the same on every rank, and its text has the location and the traceback of the failure.
         _record("".join(traceback.format_exception_only(error)), rank=error.rank)
     elif not issubclass(kind, KeyboardInterrupt):
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
-            trace = trace.tb_next  # leaves out how the script was started
+            trace = trace.tb_next  # skip the frames that started the script
         _record("".join(traceback.format_exception(kind, error, trace)))
 
 
 def _record(text: str, **more: Any) -> None:
-    """Write the error of this process to the file, and in the format, that torch's launcher reads."""
+    """Write the error of this process to the file of torch's launcher, in its format."""
     now = time.time()
     message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": int(now)}}
     record = {"message": message, "time": now, **more}
@@ -64,7 +64,7 @@ def _record(text: str, **more: Any) -> None:
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End when the launcher has ended; it may have done so before this process got here."""
+    """End this process when the launcher has ended, possibly before this function was called."""
     launcher = int(os.environ.get("PENSTOCK_LAUNCHER", parent))
     with contextlib.suppress(ProcessLookupError):
         while os.getppid() == parent:

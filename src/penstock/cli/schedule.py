@@ -34,21 +34,21 @@ Examples:
   penstock schedule --list                           list all schedules
 """
 
-_MAX_CELLS = 1_000_000  # limit of micro-batches times stages: beyond it, building takes minutes
+_MAX_CELLS = 1_000_000  # limit of micro-batches times stages; building larger schedules takes minutes
 _COST_NAMES = {
     "f": "forward",
     "i": "input gradient",
     "w": "weight gradient",
     "b": "full backward (i + w)",
     "r": "recompute (f)",
-    "comm": "a hop between ranks",
+    "comm": "latency between ranks",
 }
-_COSTS_HELP = "Times of a rank's share of a micro-batch: " + ", ".join(f"{k} {v}" for k, v in _COST_NAMES.items())
-_MEMORY_HELP = "With auto: memory of a rank, in its shares of a micro-batch (default: that of 1f1b, p)."
+_COSTS_HELP = "Times per micro-batch of all stages of a rank: " + ", ".join(f"{k} {v}" for k, v in _COST_NAMES.items())
+_MEMORY_HELP = "With auto: memory of a rank, in activations of one micro-batch (default: p, as 1f1b)."
 
 
 def _costs(text: str) -> dict[str, float]:
-    """``f=1,comm=0.1`` as a dictionary."""
+    """Parse costs such as ``f=1,comm=0.1``."""
     costs: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = map(str.strip, part.partition("="))
@@ -65,7 +65,7 @@ def _costs(text: str) -> dict[str, float]:
 
 
 class _OptionalFile(TyperCommand):
-    """``--csv`` and ``--text`` take a file or nothing, which stands for ``-``, standard output."""
+    """The value of ``--csv`` and ``--text`` is optional; without a file it is ``-``, standard output."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words: list[str] = []
@@ -82,21 +82,21 @@ app = typer.Typer(add_completion=False)
 @app.command(cls=_OptionalFile, epilog=_EXAMPLES)
 def schedule(
     name: Annotated[
-        str | None, typer.Argument(metavar="SCHEDULE", help="Its name: see --list.", autocompletion=complete_schedule)
+        str | None, typer.Argument(metavar="SCHEDULE", help="A name of --list.", autocompletion=complete_schedule)
     ] = None,
-    p: Annotated[int, option("Ranks.", "-p", metavar="RANKS", min=1)] = 4,
-    m: Annotated[int, option("Micro-batches.", "-m", metavar="MICROBATCHES", min=1)] = 8,
-    v: Annotated[int | None, option("Stages per rank, where one can choose.", "-v", metavar="STAGES", min=1)] = None,
+    p: Annotated[int, option("Number of ranks.", "-p", metavar="RANKS", min=1)] = 4,
+    m: Annotated[int, option("Number of micro-batches.", "-m", metavar="MICROBATCHES", min=1)] = 8,
+    v: Annotated[int | None, option("Stages per rank, unless fixed.", "-v", metavar="STAGES", min=1)] = None,
     costs: Annotated[Any, option(_COSTS_HELP, metavar="f=1,i=1,w=1,comm=0", parser=_costs)] = None,
     memory: Annotated[float | None, option(_MEMORY_HELP, metavar="SHARES", min=0.0)] = None,
     recompute: Annotated[bool, option("With auto: recompute forwards where that saves time.", "--recompute")] = False,
     shape: Annotated[
-        Literal["loop", "v"] | None, option("With auto: stages go round the ranks, or there and back (default loop).")
+        Literal["loop", "v"] | None, option("With auto: placement of stages, round-robin or in a V (default loop).")
     ] = None,
-    csv_file: Annotated[str | None, option("Write it as CSV, one row per rank.", "--csv", metavar="[FILE]")] = None,
-    text_file: Annotated[str | None, option("Write it as text.", "--text", metavar="[FILE]")] = None,
+    csv_file: Annotated[str | None, option("Write CSV, one row per rank.", "--csv", metavar="[FILE]")] = None,
+    text_file: Annotated[str | None, option("Write the text form.", "--text", metavar="[FILE]")] = None,
     verify_file: Annotated[
-        str | None, option("Check a schedule in a file, text or CSV (- is stdin).", "--verify", metavar="FILE")
+        str | None, option("Verify the schedule in a text or CSV file (- is stdin).", "--verify", metavar="FILE")
     ] = None,
     list_all: Annotated[bool, option("List all schedules.", "--list")] = False,
 ) -> None:
@@ -108,7 +108,7 @@ def schedule(
     if list_all:
         for each, kind in SCHEDULES.items():
             print(f"{each:<12}  {kind.description}")
-        print(f"{'auto':<12}  searched: for your costs, memory and placement")
+        print(f"{'auto':<12}  searched for given costs, memory and placement")
         return
     if verify_file is not None:
         if name is not None:
@@ -116,9 +116,9 @@ def schedule(
         _verify(verify_file)
         return
     if name is None:
-        raise UsageError("which schedule? Give its name before the options; --list lists all")
+        raise UsageError("no schedule: give a name or --verify FILE; --list lists all names")
     if p * m * (v or 1) > _MAX_CELLS:
-        raise UsageError(f"-p {p} -m {m} is too much: at most {_MAX_CELLS:,} micro-batches times stages")
+        raise UsageError(f"-p {p} -m {m} is too large: at most {_MAX_CELLS:,} micro-batches times stages")
     costs, note = costs or {}, ""
     try:
         if name.strip().lower() == "auto":
@@ -130,7 +130,7 @@ def schedule(
             result = auto(Costs.per_rank(v=v, **costs), placement, m, cap=memory, recompute=recomputed)
             order, note = result.schedule, str(result)
         elif memory is not None or shape is not None or recompute:
-            raise UsageError(f"--memory, --shape and --recompute are for the schedule 'auto': {name!r} has its own")
+            raise UsageError(f"--memory, --shape and --recompute are for the schedule 'auto', not for {name!r}")
         else:
             order = build(name, p, m, v)
         text = to_csv(order) if csv_file else str(order)
@@ -148,14 +148,14 @@ def schedule(
 
 
 def _verify(source: str) -> None:
-    """Check a schedule in either form: rows of a CSV have commas, text has none (but in comments)."""
+    """Verify a schedule in either format. Rows of a CSV have commas; text has commas in comments only."""
     with usage_errors(f"cannot read {source!r}", OSError, ValueError):
         data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     try:
         text = data.decode("utf-8-sig")
         rows = [line.partition("#")[0] for line in text.splitlines()]
         if any(re.search(r"[1-9][0-9]{6}", row) for row in rows):
-            raise ScheduleError(f"{source!r} has a stage or a micro-batch from {_MAX_CELLS:,} on: that is too many")
+            raise ScheduleError(f"{source!r} has too many stages or micro-batches: the limit is {_MAX_CELLS:,}")
         name = "custom" if source == "-" else Path(source).stem
         schedule = from_csv(text, name) if any("," in row for row in rows) else from_text(text)
     except UnicodeDecodeError as error:

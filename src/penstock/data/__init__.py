@@ -1,4 +1,4 @@
-"""MNIST, read from its original files: the extract beside this file, or all of it from a directory."""
+"""MNIST, read from its original file format: the extract in this package, or the full data in a directory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FILES = {
     "train": ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"),
     "test": ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"),
 }
-"""The images and the labels of each half, under the names they were published with."""
+"""The original names of the files with images and labels."""
 
-_MEAN, _DEVIATION = 0.1307, 0.3081  # of all training pixels, from 0 to 1
+_MEAN, _DEVIATION = 0.1307, 0.3081  # of all training pixels, scaled to 0 … 1
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Digits:
         return len(self.labels)
 
     def batches(self, size: int, *, shuffle: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Mini-batches of (normalised images, labels), in an order that the seed ``shuffle`` makes, if given.
+        """Mini-batches of (normalised images, labels), shuffled with the seed ``shuffle`` if it is given.
 
-        The last one may be smaller.
+        The last mini-batch may be smaller.
         """
         order = torch.arange(len(self))
         if shuffle is not None:
@@ -47,16 +47,13 @@ class Digits:
 
 
 def load_mnist(directory: str | Path | None = None) -> tuple[Digits, Digits]:
-    """The training and the test digits: 4,000 and 1,000 that are part of the package.
-
-    With ``directory``, all of the four original files that are there.
-    """
+    """The training and the test digits: the 4,000 and 1,000 in the package, or all in the files of ``directory``."""
     folder = Path(__file__).parent if directory is None else Path(directory)
     missing = [name for pair in FILES.values() for name in pair if not (folder / name).is_file()]
     if missing:
         raise PenstockError(
-            f"{folder} does not have {', '.join(missing)}: MNIST is four files, to be had from "
-            "https://ossci-datasets.s3.amazonaws.com/mnist/ for example"
+            f"{folder} does not have {', '.join(missing)}: download the four files of MNIST, for example from "
+            "https://ossci-datasets.s3.amazonaws.com/mnist/"
         )
     halves = []
     for pair in FILES.values():
@@ -71,7 +68,7 @@ def load_mnist(directory: str | Path | None = None) -> tuple[Digits, Digits]:
 
 
 def read_idx(path: str | Path) -> Tensor:
-    """The bytes of a gzip-compressed idx file, in the shape that its header gives."""
+    """Read a gzip-compressed idx file of bytes."""
     try:
         data = gzip.decompress(Path(path).read_bytes())
     except (OSError, EOFError, zlib.error) as error:

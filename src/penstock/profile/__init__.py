@@ -1,6 +1,6 @@
 """Costs, plans and traces: measure or estimate the costs of a model, plan its pipeline, and analyze recorded steps.
 
-Costs are plain data and load without torch; the other names load when they are first used (PEP 562).
+Costs are plain data and need no torch. The modules of the other names are imported on first use (PEP 562).
 """
 
 from __future__ import annotations

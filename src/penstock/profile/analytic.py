@@ -2,17 +2,17 @@
 
     costs = analytic_costs("gpt:175b", "h100", samples=1, tensor=8)
 
-The time of a layer is that of its matrix products at the rate that the hardware reaches, of the bytes that its other
-operations read and write, and of the all-reduces among the ``tensor`` devices that share it:
+The time of a layer is the sum of three parts: its matrix products at the effective rate of the hardware, the bytes that
+its other operations read and write, and the all-reduces among the ``tensor`` devices that share it:
 
     attention   norm · QKV ▣ · scores ▣ · softmax · values ▣ · out ▣ · dropout + residual    ▣ matrix product
     mlp         norm · in ▣ · GELU · out ▣ · dropout + residual                              · bytes read and written
 
 Each weight has a product of the same size in F, in I and in W. The attention core (scores, softmax, values) has no
-weights: its gradients are two products for each one, all in I.
+weights: for each of its products, I has two products and W has none.
 
-Activation bytes follow Korthikanti et al. (arXiv 2205.05198): s·b·h·(34 + 5·a·s/h) for a GPT in half precision, a part
-of it divided among ``tensor`` devices, and all of it with ``sequence_parallel``.
+Activation bytes follow Korthikanti et al. (arXiv 2205.05198): s·b·h·(34 + 5·a·s/h) for a GPT in half precision. Without
+``sequence_parallel``, a part of them is divided among the ``tensor`` devices; with it, all are.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ TERA, GIGA, GIB = 1e12, 1e9, float(1 << 30)
 class Hardware:
     """A device and its links.
 
-    Peaks are those of dense matrix products in half precision; bandwidths are per device and direction. ``efficiency``,
-    ``memory_share`` and ``link_share`` are assumptions: ``replace(get_hardware("h100"), efficiency=0.7)``.
+    The peak is that of dense matrix products in half precision. Bandwidths are per device and direction.
+    ``efficiency``, ``memory_share`` and ``link_share`` are assumptions. To change one:
+    ``replace(get_hardware("h100"), efficiency=0.7)``.
     """
 
     name: str
@@ -43,9 +44,9 @@ class Hardware:
     intra_node: float  # bytes per second to a device of the same node
     inter_node: float  # bytes per second to a device of another node
     devices_per_node: int = 8
-    efficiency: float = 0.65  # share of the peak that large matrix products reach
-    memory_share: float = 0.8  # share of the bandwidth that memory-bound operations reach
-    link_share: float = 0.8  # share of the bandwidth that messages of some megabytes reach
+    efficiency: float = 0.65  # fraction of the peak that large matrix products reach
+    memory_share: float = 0.8  # fraction of the bandwidth that memory-bound operations reach
+    link_share: float = 0.8  # fraction of the bandwidth that messages of some megabytes reach
     intra_node_latency: float = 5e-6
     inter_node_latency: float = 10e-6
 
@@ -54,9 +55,9 @@ class Hardware:
             value = getattr(self, one.name)
             check_number(value, f"hardware {self.name!r}: {one.name}")
             if value == 0 and not one.name.endswith("latency"):
-                raise PlanError(f"hardware {self.name!r}: {one.name} is 0: it must be above that")
+                raise PlanError(f"hardware {self.name!r}: {one.name} is 0: it must be above 0")
             if value > 1 and one.name in ("efficiency", "memory_share", "link_share"):
-                raise PlanError(f"hardware {self.name!r}: {one.name} is {value}, but it is a share, up to 1")
+                raise PlanError(f"hardware {self.name!r}: {one.name} is {value}: it must be at most 1")
 
     def link(self, devices: int) -> Link:
         """The slowest link between neighbours among ``devices`` devices: within a node, or between nodes."""
@@ -84,14 +85,14 @@ HARDWARE = {
     one.name: one
     for one in (
         # NVIDIA V100 data sheet: 125 TFLOP/s, 32 GB, 900 GB/s, NVLink 300 GB/s both ways. DGX-1: four 100 Gb/s links
-        # for eight.
+        # for eight GPUs.
         Hardware("v100", 125 * TERA, 32 * GIB, 900 * GIGA, 150 * GIGA, 6.25 * GIGA, efficiency=0.7),
         # NVIDIA A100 data sheet: 312 TFLOP/s, NVLink 600 GB/s both ways; 80 GB: 2,039 GB/s, 40 GB: 1,555 GB/s.
-        # DGX A100: a 200 Gb/s link each.
+        # DGX A100: a 200 Gb/s link per GPU.
         Hardware("a100", 312 * TERA, 80 * GIB, 2039 * GIGA, 300 * GIGA, 25 * GIGA, efficiency=0.7),
         Hardware("a100-40gb", 312 * TERA, 40 * GIB, 1555 * GIGA, 300 * GIGA, 25 * GIGA, efficiency=0.7),
         # NVIDIA H100 data sheet (SXM): 1,979 TFLOP/s with sparsity, half of it without, 80 GB, 3.35 TB/s, NVLink
-        # 900 GB/s both ways. DGX H100: a 400 Gb/s link each.
+        # 900 GB/s both ways. DGX H100: a 400 Gb/s link per GPU.
         Hardware("h100", 989.5 * TERA, 80 * GIB, 3350 * GIGA, 450 * GIGA, 50 * GIGA),
         # NVIDIA H200 data sheet: as the H100, with 141 GB at 4.8 TB/s.
         Hardware("h200", 989.5 * TERA, 141 * GIGA, 4800 * GIGA, 450 * GIGA, 50 * GIGA),
@@ -101,7 +102,7 @@ HARDWARE = {
         # NVIDIA L40S data sheet: 362 TFLOP/s, 48 GB, 864 GB/s, no NVLink: PCIe 4.0 x16, 64 GB/s both ways. A
         # 200 Gb/s link for each two GPUs is an assumption.
         Hardware("l40s", 362 * TERA, 48 * GIGA, 864 * GIGA, 32 * GIGA, 12.5 * GIGA, efficiency=0.6),
-        # Assumptions: a server with 32 cores and eight channels of DDR5.
+        # Assumption: a server with 32 cores and eight channels of DDR5.
         Hardware("cpu", 4 * TERA, 256 * GIB, 300 * GIGA, 20 * GIGA, 12.5 * GIGA, devices_per_node=2, efficiency=0.5),
     )
 }
@@ -140,11 +141,11 @@ class Transformer:
             if type(value) is not int or value < minimum:
                 raise PlanError(f"a model with {one.name}={value!r}: it must be a whole number, from {minimum} up")
         if self.hidden % self.heads:
-            raise PlanError(f"a model of hidden={self.hidden} cannot have {self.heads} heads: they must divide it")
+            raise PlanError(f"a model of hidden={self.hidden} cannot have {self.heads} heads: heads must divide hidden")
         if self.heads % (self.kv or self.heads):
-            raise PlanError(f"a model of {self.heads} heads cannot have kv={self.kv}: it must divide them")
+            raise PlanError(f"a model of {self.heads} heads cannot have kv={self.kv}: kv must divide heads")
         if self.llama > 1:
-            raise PlanError(f"a model with llama={self.llama}: 1 is like Llama, 0 is like GPT")
+            raise PlanError(f"a model with llama={self.llama}: write 1 for a Llama, 0 for a GPT")
 
     @property
     def width(self) -> int:
@@ -166,7 +167,7 @@ class Transformer:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters; tied ones count once."""
+        """Number of parameters; tied parameters count once."""
         h = self.hidden
         norms_and_biases = 2 * h if self.llama else 7 * h + 2 * self.kv_width + self.width
         ends = self.vocab * h * (2 if self.llama else 1)
@@ -214,7 +215,7 @@ def parse_transformer(text: str) -> Transformer:
         others.insert(0, first)
     elif first not in MODELS:
         hint = did_you_mean(first, MODELS, otherwise=f": known are {', '.join(MODELS)}")
-        raise PlanError(f"model {first!r} is not known{hint}. It can be described, too: layers=24,hidden=2048,…")
+        raise PlanError(f"model {first!r} is not known{hint}. For another model, write layers=24,hidden=2048,…")
     for part in others:
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name not in known:
@@ -229,7 +230,7 @@ def parse_transformer(text: str) -> Transformer:
         return replace(MODELS[first], **numbers)
     needed = [name for name in ("layers", "hidden", "heads", "vocab", "seq") if name not in numbers]
     if needed:
-        raise PlanError(f"a model needs {' and '.join(needed)} as well: {text!r} does not say")
+        raise PlanError(f"a model needs {' and '.join(needed)} as well, got {text!r}")
     return Transformer(**numbers)
 
 
@@ -254,11 +255,11 @@ def analytic_costs(
     """The costs on one of the ``tensor`` devices that share each layer, for micro-batches of ``samples`` sequences.
 
     ``attention`` saves its core (``"plain"``), recomputes it in the backward (``"selective"``), or never stores it and
-    skips the masked half (``"flash"``). ``half_layers`` makes attention and MLP layers of their own. ``devices`` is the
-    number of devices of a pipeline: the link is an intra-node one if they fit into a node.
+    skips the masked half (``"flash"``). With ``half_layers``, attention and MLP are separate layers. ``devices`` is the
+    number of devices of a pipeline: if they fit into a node, the link is an intra-node link.
 
     A parameter takes ``item_bytes``, its gradient ``gradient_bytes``, and its optimizer state ``state_bytes`` (an fp32
-    copy and two moments), which may be sharded over ``optimizer_shards`` replicas.
+    copy and two moments). The optimizer state may be sharded over ``optimizer_shards`` replicas.
     """
     model = parse_transformer(model) if isinstance(model, str) else model
     hardware = get_hardware(hardware)
@@ -269,7 +270,7 @@ def analytic_costs(
     if model.heads % tensor or model.width % tensor:
         raise PlanError(f"{model.heads} heads and an MLP of {model.width} cannot be divided among {tensor} devices")
     if sequence_parallel and tensor == 1:
-        raise PlanError("sequence_parallel divides what tensor devices do alike: say tensor= too")
+        raise PlanError("sequence_parallel needs several tensor-parallel devices: give tensor= too")
     gpt, h, e, kv = not model.llama, model.hidden, item_bytes, model.kv_width
     tokens = float(samples * model.seq)
     reduced = tokens * h * e  # bytes of an all-reduce
@@ -289,9 +290,9 @@ def analytic_costs(
         kept_replicated: float,
         reduced: float = reduced,
     ) -> LayerCosts:
-        """The costs on one device of a part of the model, given by its numbers for all tensor-parallel devices.
+        """The costs of a part of the model on one device, from its numbers for all tensor-parallel devices.
 
-        Sharded numbers are divided by the number of devices. Replicated ones are not, except with sequence parallelism.
+        Sharded numbers are divided by the number of devices, replicated ones only with sequence parallelism.
         """
         move = hardware.move(moved / tensor + moved_replicated * replicated)
         again, all_reduce = hardware.move(moved_again / tensor), hardware.all_reduce(reduced, tensor)
@@ -301,7 +302,7 @@ def analytic_costs(
         return LayerCosts(
             name=name,
             forward=forward,
-            input_gradient=backward if products else 0.0,  # an embedding has no gradient of its inputs
+            input_gradient=backward if products else 0.0,  # an embedding has no input gradient
             weight_gradient=hardware.compute(products / tensor) if products else 2 * move,
             recompute=forward,
             activation=kept / tensor + kept_replicated * replicated,
@@ -328,13 +329,13 @@ def analytic_costs(
         products=2 * tokens * model.attention_weights,
         core=(flops, flops * {"plain": 2, "selective": 3, "flash": 2.5}[attention]),
         moved=in_memory + tokens * (0.0 if gpt else 2 * e * (h + kv)),  # rotary embedding
-        moved_replicated=tokens * h * (5 * e + gpt),  # norm: in and out; then dropout and residual: two in, one out
+        moved_replicated=tokens * h * (5 * e + gpt),  # norm: 1 read, 1 write; dropout and residual: 2 reads, 1 write
         moved_again=in_memory if attention == "selective" else 0.0,
         # Q, K, V and the output of the core; scores, and for GPT their softmax and its dropout mask
         kept=tokens * e * (2 * h + 2 * kv) + (scores * (2 * e + 1 if gpt else e) if attention == "plain" else 0.0),
         kept_replicated=tokens * h * (2 * e + gpt),  # the inputs of the norm and of QKV
     )
-    inner = model.width * (2 if gpt else 3)  # values that GELU, or the gate, reads and writes
+    inner = model.width * (2 if gpt else 3)  # values that GELU or the gate reads and writes
     mlp_half = layer(
         "mlp",
         weights=model.mlp_weights + model.width * gpt,

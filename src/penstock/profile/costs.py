@@ -1,4 +1,4 @@
-"""Costs of the layers of a model, and of the links between devices: measured, estimated or written by hand.
+"""Costs of the layers of a model and of the links between devices: measured, estimated or written by hand.
 
     profile = Profile.load("costs.json")
     profile.at(8).layers[3].forward      # seconds for one micro-batch of 8 samples
@@ -13,8 +13,8 @@ As JSON:
       …
     ]}
 
-``output`` is the number of bytes sent to the next layer; ``crossings`` are skips to later layers. ``sizes`` instead of
-``samples`` and ``layers`` is a list of costs for several micro-batch sizes.
+``output`` is the number of bytes sent to the next layer. ``crossings`` are skips to later layers. For several
+micro-batch sizes, ``sizes`` is a list of costs and replaces ``samples`` and ``layers``.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class LayerCosts:
     input_gradient: float
     weight_gradient: float
     recompute: float  # seconds of the repeated forward
-    activation: float  # saved for the backward, from F to W
+    activation: float  # bytes saved for the backward, from F to W
     parameters: float
     gradients: float
     optimizer: float  # optimizer state
     buffers: float = 0.0
     backward: float | None = None  # seconds of an unsplit backward; None: input_gradient + weight_gradient
-    deferred: float | None = None  # kept from I to W for the weight gradient; None: activation
+    deferred: float | None = None  # bytes kept from I to W for the weight gradient; None: activation
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -71,7 +71,7 @@ class LayerCosts:
         return self.activation if self.deferred is None else self.deferred
 
 
-LARGEST = 1e30  # seconds or bytes: larger numbers are mistakes, and sums of them would overflow
+LARGEST = 1e30  # seconds or bytes; larger numbers are errors, and their sums might overflow
 TIMES = ("forward", "input_gradient", "weight_gradient", "recompute")
 BYTES = ("activation", "parameters", "gradients", "optimizer", "buffers")
 
@@ -80,8 +80,8 @@ BYTES = ("activation", "parameters", "gradients", "optimizer", "buffers")
 class Crossing:
     """Bytes sent from one layer to a later one: the activation for the next layer, or a skip.
 
-    ``values`` are the number and bytes of each value sent, where known. A value with several destinations has the same
-    number in each crossing, and is sent to a stage once.
+    ``values`` has the number and bytes of each value, where known. A value with several destinations has the same
+    number in each crossing, and is sent to each stage once.
     """
 
     src: int
@@ -103,7 +103,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class SharedParameters:
-    """Bytes of parameters shared by several layers (a tie); a stage with several of these layers holds them once."""
+    """Bytes of parameters shared by several layers (a tie). A stage with several of these layers holds them once."""
 
     layers: tuple[int, ...]
     bytes: float
@@ -131,14 +131,14 @@ class Link:
             if getattr(self, what) != math.inf:
                 check_number(getattr(self, what), f"link: {what}")
             if getattr(self, what) == 0:
-                raise PlanError(f"link: {what} is 0, which would never deliver anything: it must be above that")
+                raise PlanError(f"link: {what} is 0: it must be above 0")
 
     def seconds(self, size: float) -> float:
         """Seconds until a message of ``size`` bytes arrives."""
         return self.latency + size / self.bandwidth
 
     def host_seconds(self, size: float) -> float:
-        """Compute time that a message of ``size`` bytes takes on the sender, and as much on the receiver."""
+        """Compute time of a message of ``size`` bytes on the sender; the receiver needs the same time."""
         return self.host + size / self.host_bandwidth
 
     def all_reduce_seconds(self, size: float, devices: int) -> float:
@@ -148,7 +148,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds that each action of a stage takes beside its layers, once per action."""
+    """Seconds per action of a stage, in addition to the times of its layers."""
 
     forward: float = 0.0
     input_gradient: float = 0.0
@@ -181,10 +181,10 @@ class ModelCosts:
         names = [layer.name for layer in self.layers]
         if len(set(names)) < len(names):
             duplicate = next(name for name in names if names.count(name) > 1)
-            raise PlanError(f"costs have two layers called {duplicate!r}: give each a name of its own")
+            raise PlanError(f"costs have two layers called {duplicate!r}: give each layer a unique name")
         pairs = [(crossing.src, crossing.dst) for crossing in self.crossings]
         for src, dst in pairs:
-            self._check_layers((src, dst), "a crossing goes")
+            self._check_layers((src, dst), "a crossing is")
         if pairs != sorted(set(pairs)):
             shown = str(pairs) if len(pairs) <= 8 else f"{pairs[:8]} and {len(pairs) - 8} more"
             raise PlanError(f"crossings must be sorted by source and destination, each pair once, got {shown}")
@@ -193,30 +193,28 @@ class ModelCosts:
         for first, second, size in self.kept_together:
             self._check_layers((first, second), "activations are kept together")
             check_number(size, f"activations saved by layers {first} and {second}: bytes")
-        self._check_shares("parameters", [(tie.layers, tie.bytes) for tie in self.shared], "share")
+        self._check_shares("parameters", [(tie.layers, tie.bytes) for tie in self.shared], "shared")
         earlier = [((second,), size) for _, second, size in self.kept_together]
-        self._check_shares("activation", earlier, "keep together with layers before it")
+        self._check_shares("activation", earlier, "kept together with earlier layers")
 
     def _check_layers(self, indices: tuple[int, ...], what: str) -> None:
         known = range(len(self.layers))
         exist = len(indices) > 1 and all(type(i) is int and i in known for i in indices)
         if not exist or list(indices) != sorted(set(indices)):
             raise PlanError(
-                f"{what} between layers {list(indices)}, but the layers are 0 to {len(known) - 1}: name the earlier "
-                "layer first, and each of two or more once"
+                f"{what} between layers {list(indices)}, but the layers are 0 to {len(known) - 1}: name two or more "
+                "different layers, the earlier layer first"
             )
 
     def _check_shares(self, what: str, shares: Sequence[tuple[Collection[int], float]], how: str) -> None:
-        """No layer shares more bytes with others than it has."""
+        """Raise an error if a layer shares more bytes with other layers than it has."""
         for i, layer in enumerate(self.layers):
             part, whole = sum(size for layers, size in shares if i in layers), getattr(layer, what)
             if part > whole * (1 + 1e-6):
-                raise PlanError(
-                    f"layer {layer.name!r} has {whole:g} bytes of {what}, but is said to {how} {part:g} of them"
-                )
+                raise PlanError(f"layer {layer.name!r} has {whole:g} bytes of {what}, but {part:g} bytes are {how}")
 
     def bytes_between(self, src: Collection[int], dst: Collection[int]) -> float:
-        """Bytes sent from the layers of one stage to those of another; a value with several users is sent once."""
+        """Bytes sent from the layers of one stage to those of another; a value with several targets counts once."""
         total, sent = 0.0, dict[tuple[int, int], float]()
         for crossing in self.crossings:
             if crossing.src in src and crossing.dst in dst:
@@ -246,9 +244,9 @@ def check_counts(**counts: object) -> None:
 class Profile:
     """The costs of one model for one or more micro-batch sizes, smallest first.
 
-    seconds │            ·●      Costs are interpolated linearly between measured sizes ●. Beyond them the line
-            │       ·●·          continues, but neither its slope (the cost per sample) nor its intercept (the
-            │   ·●·              fixed cost) is negative. Costs of a single size scale with the samples.
+    seconds │            ·●      Costs are interpolated linearly between measured sizes ●, and extrapolated beyond
+            │       ·●·          them. Neither the slope (the cost per sample) nor the intercept (the fixed cost)
+            │   ·●·              is negative. Costs of a single size are proportional to the samples.
             │·
             └─────────────── samples
     """
@@ -257,20 +255,20 @@ class Profile:
 
     def __post_init__(self) -> None:
         if not self.sizes:
-            raise PlanError("a profile needs costs for at least one size of micro-batch")
+            raise PlanError("a profile needs costs for at least one micro-batch size")
         samples = [costs.samples for costs in self.sizes]
         if samples != sorted(set(samples)):
-            raise PlanError(f"a profile has each size once, the smallest first, got sizes {samples}")
+            raise PlanError(f"the sizes of a profile must be different and ascending, got {samples}")
         first = self.sizes[0]
         for other in self.sizes[1:]:
             where = f"the costs for {first.samples} and for {other.samples} samples"
             if [layer.name for layer in other.layers] != [layer.name for layer in first.layers]:
-                raise PlanError(f"{where} have other layers: a profile is of one model")
+                raise PlanError(f"{where} have different layers: a profile is of one model")
             for one, two in zip(first.layers, other.layers, strict=True):
                 if any(getattr(one, what) != getattr(two, what) for what in BYTES[1:]):  # all but the activation
-                    raise PlanError(f"{where} differ in the parameters of layer {one.name!r}: it is another model")
+                    raise PlanError(f"{where} differ in the parameters of layer {one.name!r}: they are of two models")
             if [(c.src, c.dst) for c in other.crossings] != [(c.src, c.dst) for c in first.crossings]:
-                raise PlanError(f"{where} have other crossings: a profile is of one model")
+                raise PlanError(f"{where} have different crossings: a profile is of one model")
 
     def at(self, samples: int) -> ModelCosts:
         """The costs for micro-batches of ``samples`` samples."""
@@ -284,14 +282,14 @@ class Profile:
         known = [{(a, b): size for a, b, size in costs.kept_together} for costs in self.sizes]
         left, kept = [layer.activation for layer in layers], []
         for a, b in sorted(set().union(*known)):
-            # At most the activation of each layer: beyond the measured sizes, extrapolations may cross.
+            # The limit is the activation of each layer, which an extrapolation may exceed.
             size = min(left[b], self._interpolate([sizes.get((a, b), 0.0) for sizes in known], samples))
             left[b] -= size
             kept.append((a, b, size))
         return replace(first, layers=layers, crossings=crossings, samples=samples, kept_together=tuple(kept))
 
     def _interpolate(self, values: Sequence[float], samples: int) -> float:
-        """A quantity at ``samples``, given its values at the measured sizes."""
+        """Interpolate a quantity at ``samples`` from its values at the measured sizes."""
         at = [costs.samples for costs in self.sizes]
         if len(at) == 1:
             return values[0] * samples / at[0]
@@ -347,7 +345,7 @@ class Profile:
                 return cls((_parse_model(data),))
             if len(data) > 1:
                 others = ", ".join(data.keys() - {"sizes"})
-                raise PlanError(f"costs have both sizes and {others}: these belong into each size")
+                raise PlanError(f"costs have both sizes and {others}: move the latter into each size")
             sizes = [_parse_model(_entries(size, "a size", model_keys)) for size in _list(data, "sizes")]
             return cls(tuple(sorted(sizes, key=lambda costs: costs.samples)))
         except PlanError as error:
@@ -406,9 +404,9 @@ def _parse_model(data: Mapping[str, Any]) -> ModelCosts:
     given = {(crossing.src, crossing.dst) for crossing in crossings}
     for i, row in enumerate(rows[:-1]):
         if ("output" in row) == ((i, i + 1) in given):
-            problem = "no output: give the bytes that go to the next layer, 0 if none do"
+            problem = "no output: give the bytes that it sends to the next layer, or 0"
             if "output" in row:
-                problem = "an output, and there is a crossing to the next layer: say it once"
+                problem = "an output and a crossing to the next layer: remove one of them"
             raise PlanError(f"layer {row['name']!r} has {problem}")
         if "output" in row:
             crossings.append(Crossing(i, i + 1, row["output"]))
@@ -439,7 +437,7 @@ def _parse_model(data: Mapping[str, Any]) -> ModelCosts:
 
 
 def _layer_index(layer: Any, numbers: Mapping[str, int], where: str) -> int:
-    """The index of a layer that is given by its index or name."""
+    """The index of a layer given by its index or name."""
     if isinstance(layer, str) and layer in numbers:
         return numbers[layer]
     if type(layer) is not int:
@@ -448,7 +446,7 @@ def _layer_index(layer: Any, numbers: Mapping[str, int], where: str) -> int:
 
 
 def _entries(data: Any, where: str, known: Collection[str], required: Collection[str] = ()) -> Mapping[str, Any]:
-    """A JSON object with known keys, among them all required ones."""
+    """Check that ``data`` is a JSON object with known keys only, and with all required keys."""
     if not isinstance(data, dict):
         raise PlanError(f"{where} must be an object {{…}}, got {data!r}")
     for key in data:

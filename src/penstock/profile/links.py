@@ -1,21 +1,21 @@
-"""Measure links between devices: latency and bandwidth of the pipeline's own channels.
+"""Measure links between devices: latency and bandwidth of the channels of a pipeline.
 
     links = measure_links(mesh)                    # called on every rank of the mesh
     links.pairs[0, 1], links.worst                 # Link(latency, bandwidth)
     local_link("cuda:0", "cuda:1")                 # between two threads of a pipeline in one process
     process_link("cpu", 4)                         # between two of four processes, started for the measurement
 
-A small and a large message are sent to the peer and back; the medians of half the round trips determine the link.
+A small and a large message are sent to the peer and back. The medians of half the round trips determine the link.
 
-On a CPU, sending and receiving take compute time of the ranks. To measure it, all ranks compute as in a step while each
-sends to the next one in its turn, and then compute as much without messages:
+On a CPU, sending and receiving take compute time of the ranks. To measure it, all ranks compute as in a step and send
+to the next rank in turn. Then they compute the same without messages:
 
     rank 0   ▕▔compute▔▏send▕▔compute▔▏    ▕▔compute▔▏send▕▔compute▔▏     …
     rank 1   ▕▔compute▔▏    ▕▔compute▔▏send▕▔compute▔▏    ▕▔compute▔▏send …
 
-The difference of the CPU time of all threads, without that of the computation, is the cost of the messages. It is a
-mean, not a median: now and then gloo's thread spins for milliseconds while a message is being sent, which is rare but
-a large part of the cost.
+The CPU time of all threads minus that of the computation, with messages minus without, is the cost of the messages. It
+is a mean, not a median: during some sends, gloo's thread spins for milliseconds, which is rare but a large part of the
+cost.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ REPEATS = 11
 
 @dataclass(frozen=True)
 class Links:
-    """Links between neighbouring ranks of a pipeline, by their global ranks."""
+    """Links between neighbouring ranks of a pipeline, by global ranks."""
 
     pairs: Mapping[tuple[int, int], Link]
 
     @property
     def worst(self) -> Link:
-        """The largest latency, smallest bandwidth and largest compute time of all links."""
+        """A link with the largest latency, smallest bandwidth and largest compute time of all links."""
         links = self.pairs.values()
         return Link(
             max((link.latency for link in links), default=0.0),
@@ -79,8 +79,8 @@ def fit_line(small: float, large: float, small_size: int, size: int) -> tuple[fl
 def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> Links:
     """Measure the link from each rank of a pipeline to the next, and from the last to the first, one after the other.
 
-    All ranks of the mesh call it, and all get all links; replicas measure at the same time. ``size`` is that of the
-    large message in bytes. On a CPU, the compute time of messages is measured too, on all ranks at once.
+    All ranks of the mesh call it, and get all links. Replicas measure at the same time. ``size`` is the size of the
+    large message in bytes. On a CPU, the compute time of messages is measured too, on all ranks at the same time.
     """
     check_counts(size=size, repeats=repeats)
     if not isinstance(mesh, Mesh):
@@ -89,7 +89,7 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
     connections = Connections(mesh, rendezvous.watch)
     endpoints: Endpoints = {}
     try:
-        rendezvous.compare({"links of values of": f"{size} bytes, {repeats} times", "mesh": mesh.sizes})
+        rendezvous.compare({"link messages": f"{size} bytes, {repeats} times", "mesh": mesh.sizes})
         count = mesh.pipe
         ring = [(rank, (rank + 1) % count) for rank in range(count if count > 2 else count - 1)]
         endpoints = connections.endpoints(ring, range(count), "links ", mesh.device)
@@ -115,7 +115,7 @@ def measure_links(mesh: Mesh, *, size: int = LARGE, repeats: int = REPEATS) -> L
 
 
 def _ping_pong(out: Endpoint, back: Endpoint, begins: bool, size: int, repeats: int) -> tuple[float, float]:
-    """One-way seconds of a small and a large message, measured by the rank that ``begins``."""
+    """One-way seconds of a small and of a large message, measured by the rank that ``begins``."""
     device, found = out.device, []
     if not begins:
         out, back = back, out
@@ -141,7 +141,7 @@ def _ping_pong(out: Endpoint, back: Endpoint, begins: bool, size: int, repeats: 
 def local_link(src: str | torch.device, dst: str | torch.device, *, size: int = LARGE, repeats: int = REPEATS) -> Link:
     """Measure the link between two threads of this process.
 
-    Between threads that share a device nothing is copied, and the bandwidth is infinite.
+    Threads on the same device do not copy messages, and their bandwidth is infinite.
     """
     check_counts(size=size, repeats=repeats)
     here, there = torch.device(src), torch.device(dst)
@@ -195,20 +195,20 @@ def _synchronize(device: torch.device) -> None:
 
 # ── compute time of messages on a CPU ────────────────────────────────────────────────────────────────────────────
 
-ROWS, WIDTH = 64, 1024  # of the matrix product: it reads as much as a layer, which evicts messages from the caches
-LOAD_FACTOR, MIN_LOAD = 1.5, 0.001  # the computation takes this many times the message, and so many seconds at least
+ROWS, WIDTH = 64, 1024  # of the matrix product; like a layer, it evicts messages from the caches
+LOAD_FACTOR, MIN_LOAD = 1.5, 0.001  # time of the computation: multiple of the message time; least number of seconds
 ROUNDS = 64
-FRACTIONS = 64, 2  # two sizes, as fractions of the large message: few messages are smaller
+FRACTIONS = 64, 2  # divisors of the large size; few messages of a model are smaller
 
 
 def _host_time(
     rendezvous: Rendezvous, endpoints: Endpoints, mesh: Mesh, slowest: float, size: int
 ) -> tuple[float, float]:
-    """``Link.host`` and ``Link.host_bandwidth``, as the mean of all ranks; ``size`` bytes take ``slowest`` seconds."""
+    """``Link.host`` and ``Link.host_bandwidth``, means of all ranks; ``size`` bytes take up to ``slowest`` seconds."""
     rank, count = mesh.pipe_rank, mesh.pipe
-    last, after = (rank - 1) % count, (rank + 1) % count
-    out = endpoints.get((rank, after, "F")) or endpoints[rank, after, "B"]
-    back = endpoints.get((last, rank, "F")) or endpoints[last, rank, "B"]
+    previous, following = (rank - 1) % count, (rank + 1) % count
+    out = endpoints.get((rank, following, "F")) or endpoints[rank, following, "B"]
+    back = endpoints.get((previous, rank, "F")) or endpoints[previous, rank, "B"]
     sizes = [max(1, size // part) for part in FRACTIONS]
     times = [host_time_per_message(out, back, n, slowest * n / size, rank % 2) for n in sizes]
     everyone = [one["times"] for one in rendezvous.gather({"times": times})]
@@ -217,13 +217,13 @@ def _host_time(
 
 
 def host_time_per_message(out: Endpoint, back: Endpoint, size: int, slowest: float, turn: int) -> float:
-    """Compute time that a message of ``size`` bytes takes on one of its two ranks.
+    """Compute time of a message of ``size`` bytes on one of its two ranks.
 
-    ``out`` leads to the next rank and ``back`` comes from the previous one. All ranks call it, neighbours with
-    different ``turn`` (0 or 1). ``slowest`` is the longest time that the message takes to arrive.
+    ``out`` is the channel to the next rank, ``back`` the channel from the previous one. All ranks call this function,
+    neighbours with different ``turn`` (0 or 1). ``slowest`` is the longest time until the message arrives.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(1)  # all other threads are the channel's
+    torch.set_num_threads(1)  # all other threads are those of the channel
     try:
         rows, matrix = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, WIDTH)
         found = []
@@ -244,12 +244,12 @@ def host_time_per_message(out: Endpoint, back: Endpoint, size: int, slowest: flo
 
 
 def _cpu_time(out: Endpoint, back: Endpoint, load: Callable[[], None], size: int, turn: int) -> float:
-    """CPU time of all threads without that of the load; with ``size`` 0 nothing is sent."""
+    """CPU time of all threads without that of the load; without messages if ``size`` is 0."""
     value = torch.zeros(size, dtype=torch.uint8)
     buffers = back.buffer_factories([TensorMeta(value.shape, value.dtype)])
     computed, works = 0.0, list[object]()
     begin = process_time()
-    coming = back.recv(buffers)
+    posted = back.recv(buffers)
     for number in range(ROUNDS):
         for half in (0, 1):
             if half == turn:
@@ -258,20 +258,20 @@ def _cpu_time(out: Endpoint, back: Endpoint, load: Callable[[], None], size: int
             start = thread_time()
             load()
             computed += thread_time() - start
-        after = back.recv(buffers) if number < ROUNDS - 1 else []
-        back.wait_tensors(coming)
-        coming = after
+        next_posted = back.recv(buffers) if number < ROUNDS - 1 else []
+        back.wait_tensors(posted)
+        posted = next_posted
     out.wait(works)
     return process_time() - begin - computed
 
 
 # ── between processes ────────────────────────────────────────────────────────────────────────────────────────────
 
-_TIMEOUT = 120.0  # seconds: on a busy machine, importing torch takes most of it
+_TIMEOUT = 120.0  # seconds; on a busy machine, the import of torch takes most of it
 
 
 class LinkError(PlanError):
-    """The link between two processes could not be measured, for this ``reason``."""
+    """The link between two processes could not be measured, because of ``reason``."""
 
     def __init__(self, reason: str) -> None:
         remedy = "Give link=, its latency and bandwidth, or costs="
@@ -281,7 +281,7 @@ class LinkError(PlanError):
 
 def process_link(device: str, ranks: int, timeout: float = _TIMEOUT) -> Link:
     """Measure the link between two of ``ranks`` processes on this machine; over NCCL for GPUs."""
-    # The store is in this process: its port cannot be taken by another program in between.
+    # The store is in this process, so that no other program can take its port.
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     kind, threads = torch.device(device).type, max(1, (os.cpu_count() or 1) // ranks)
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
@@ -317,13 +317,13 @@ def _measure_in_process(rank: int, kind: str, port: int, threads: int) -> None:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=_TIMEOUT)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
-    backends = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"  # as ps.init has them
+    backends = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"  # the same as in ps.init
     dist.init_process_group(backends, store=store, rank=rank, world_size=2, timeout=timeout)
     link = measure_links(Mesh(data=1, pipe=2, tensor=1, device=device)).worst
     if rank == 0:
         print(json.dumps(asdict(link)), flush=True)
     else:
-        time.sleep(_TIMEOUT)  # until the parent kills it: rank 0 may not be done yet
+        time.sleep(_TIMEOUT)  # until the parent process kills it: rank 0 may still use the connection
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     profile.save("costs.json")
     profile.at(16).layers[0].forward                   # seconds
 
-Bytes are exact; times are medians over several turns. The model is unchanged afterwards.
+Bytes are exact. Times are medians over several turns. The measurement does not change the model.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from penstock.split.plan import LayerChain, Plan
 from penstock.split.sample import accelerators_of, sample_arguments
 from penstock.train.progress import ProgressUI, progress_ui
 
-TURNS = 4  # times that each layer is timed, if the budget allows it
+TURNS = 4  # number of measurements of each layer, if the budget allows
 
 OptimizerLike = str | float | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None
-"""A name, a factor of the parameters' bytes, an optimizer, or a function (such as its class) that makes one."""
+"""A name, the ratio of state to parameter bytes, an optimizer, or a function (such as a class) that creates one."""
 
 _STATE_RATIOS = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0, "adamw": 2.0, "adagrad": 1.0, "rmsprop": 1.0, "lion": 1.0}
 """Values of optimizer state per parameter value, of the same dtype."""
@@ -46,8 +46,8 @@ _STATE_RATIOS = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0, "adamw": 2.0, "adagra
 def optimizer_state_ratio(optimizer: OptimizerLike, dtype: torch.dtype) -> float:
     """Bytes of optimizer state per byte of a parameter of this dtype.
 
-    An optimizer is tried on a small parameter. State that does not grow with the parameter (step counts, factored
-    moments) is left out.
+    An optimizer makes a step on a small parameter. State of another size than the parameter (step counts, factored
+    moments) does not count.
     """
     if optimizer is None:
         return 0.0
@@ -63,7 +63,7 @@ def optimizer_state_ratio(optimizer: OptimizerLike, dtype: torch.dtype) -> float
     try:
         with torch.inference_mode(False), torch.enable_grad():
             parameter = nn.Parameter(torch.ones(3, 5, dtype=dtype))
-            if isinstance(optimizer, torch.optim.Optimizer):  # another one of the same kind and options
+            if isinstance(optimizer, torch.optim.Optimizer):  # a new one of the same class, with the same options
                 trial = copy.copy(optimizer)
                 trial.state = defaultdict(dict)
                 trial.param_groups = [{**optimizer.param_groups[0], "params": [parameter]}]
@@ -96,16 +96,16 @@ def measure_costs(
     hardware: str | Hardware | None = None,
     progress: ProgressUI | None = None,
 ) -> Profile:
-    """Measure every layer of a model for about ``seconds`` in total, or until each has run often enough.
+    """Measure every layer of a model for about ``seconds`` in total, or until each layer was measured often enough.
 
-    ``sample`` is the input of the model (a tensor, a tuple of arguments or a dict of keywords), with as many samples as
-    the largest micro-batch. ``sizes`` are the micro-batch sizes to measure, by default all samples and a quarter of
-    them. With ``loss_fn`` and ``targets`` the last layer includes the loss.
+    ``sample`` is the input of the model (a tensor, a tuple of arguments or a dict of keyword arguments), with as many
+    samples as the largest micro-batch. ``sizes`` are the micro-batch sizes to measure, by default all samples and a
+    quarter of them. With ``loss_fn`` and ``targets`` the last layer includes the loss.
 
-    Layers run on ``device``, by default where they are; on a CPU with ``threads`` threads, the share of a rank.
-    ``progress`` is the progress display, by default a bar on a terminal.
+    Layers run on ``device``, by default the device of the model. On a CPU they use ``threads`` threads, which should be
+    the number of a rank. ``progress`` is the progress display, by default a bar on a terminal.
 
-    With ``hardware`` the layers run once on this machine, and their FLOPs and bytes are counted for that hardware.
+    With ``hardware`` the layers run once on this machine, and their times are computed from FLOPs and bytes.
     """
     chain = (
         model.require_chain() if isinstance(model, Plan) else chain_of(model) if isinstance(model, nn.Module) else model
@@ -116,34 +116,35 @@ def measure_costs(
     clock = None if target is None else partial(count_time, target)
     sample_arguments(sample)  # raises for an invalid sample
     accelerators_of(chain.model, sample)  # raises for meta tensors
-    there, spread = _device(chain, sample, device)
+    run_device, several_devices = _device(chain, sample, device)
     parts = _size_samples(sample, targets, loss_fn, sizes)
     count = len(chain.layers)
     other_bytes = 2 * sum(map(tensor_bytes, chain.model.parameters()))
     costs = []
-    with _preserved(threads), progress_ui() if progress is None else nullcontext(progress) as shown:
+    with _preserve_threads_and_rng(threads), progress_ui() if progress is None else nullcontext(progress) as display:
         dtypes = {parameter.dtype for parameter in chain.model.parameters()}
         ratios = {dtype: optimizer_state_ratio(optimizer, dtype) for dtype in dtypes}
-        overhead = measure_overhead(there, min(0.2, seconds / 20)) if clock is None else ActionTimes(*[0.0] * 5)
+        overhead = measure_overhead(run_device, min(0.2, seconds / 20)) if clock is None else ActionTimes(*[0.0] * 5)
         for samples, part, part_targets in parts:
             timings: list[list[LayerTimings]] = [[] for _ in range(count)]
 
             def timer(
-                layer: LayerRun, shown: ProgressUI = shown, timings: list[list[LayerTimings]] = timings
+                layer: LayerRun, display: ProgressUI = display, timings: list[list[LayerTimings]] = timings
             ) -> tuple[float, float]:
                 budget = seconds / len(parts) / count / TURNS
-                timings[layer.index].append(time_layer(layer, there, budget, other_bytes, clock))
-                shown.advance(f"{layer.name} ({layer.index + 1} of {count})")
+                timings[layer.index].append(time_layer(layer, run_device, budget, other_bytes, clock))
+                display.advance(f"{layer.name} ({layer.index + 1} of {count})")
                 return 0.0, 0.0  # only the bytes of the measurement are used
 
             finish: Callable[[Any], Any] | None = None
             if loss_fn is not None:
-                (moved,) = split_targets(part_targets, (batch_size(part_targets, "targets") or 1,), there)
+                (moved,) = split_targets(part_targets, (batch_size(part_targets, "targets") or 1,), run_device)
                 finish = partial(lambda targets, output: loss_fn(output, targets), moved)
             until = perf_counter() + seconds / len(parts)
             while not timings[0] or (clock is None and len(timings[0]) < TURNS and perf_counter() < until):
-                shown.begin(f"measuring {samples} samples", count)
-                measured = measure(chain, part, device=None if spread else there, finish=finish, timer=timer)
+                display.begin(f"measuring {samples} samples", count)
+                placed = None if several_devices else run_device
+                measured = measure(chain, part, device=placed, finish=finish, timer=timer)
             firsts, consecutive = zip(*map(median_times, timings), strict=True)
             differences = [one.minus(two) for one, two in zip(firsts, consecutive, strict=True)]
             launch = map(median, zip(*differences, strict=True))
@@ -169,7 +170,7 @@ def measure_costs(
                 samples=samples,
                 shared=_shared(chain),
                 kept_together=_kept_together(measured.kept),
-                device=there.type if target is None else target.name,
+                device=run_device.type if target is None else target.name,
                 overhead=Overhead(**per_action._asdict()),
             )
             costs.append(model_costs)
@@ -177,7 +178,7 @@ def measure_costs(
 
 
 def _device(chain: LayerChain, sample: Any, device: str | torch.device | None) -> tuple[torch.device, bool]:
-    """The device that layers run on, and whether the model is spread over several."""
+    """The device on which layers run, and whether the model is on several devices."""
     if device is None:
         members = (*chain.model.parameters(), *chain.model.buffers())
         inputs = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
@@ -185,15 +186,15 @@ def _device(chain: LayerChain, sample: Any, device: str | torch.device | None) -
         return (places or [torch.device("cpu")])[0], len(places) > 1
     found = torch.device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
-        raise PlanError(f"device {found} is not there: this machine has no CUDA device")
+        raise PlanError(f"device {found} is not available: this machine has no CUDA device")
     return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found, False
 
 
 @contextmanager
-def _preserved(threads: int | None) -> Iterator[None]:
-    """Set the number of intra-op threads, and at the end restore it and the random generators.
+def _preserve_threads_and_rng(threads: int | None) -> Iterator[None]:
+    """Set the number of intra-op threads; at the end, restore it and the state of the random number generators.
 
-    Imports that torch makes on its way draw numbers, too.
+    Modules that torch imports on first use draw random numbers, too.
     """
     if threads is not None and (type(threads) is not int or threads < 1):
         raise PlanError(f"threads={threads!r} must be a number of threads, from 1 up")
@@ -209,9 +210,9 @@ def _preserved(threads: int | None) -> Iterator[None]:
 
 
 def _size_samples(sample: Any, targets: Any, loss_fn: Any, sizes: Iterable[int] | None) -> list[tuple[int, Any, Any]]:
-    """Each size with its first samples and targets, sliced as micro-batches are."""
+    """The first samples and targets for each size, sliced in the same way as micro-batches."""
     if loss_fn is None and targets is not None:
-        raise PlanError("there are targets, but no loss_fn that would use them")
+        raise PlanError("targets= needs loss_fn=")
     batch = batch_size(sample, "sample")
     others = batch_size(targets, "targets")
     if batch is not None and others is not None and batch != others:
@@ -221,7 +222,7 @@ def _size_samples(sample: Any, targets: Any, loss_fn: Any, sizes: Iterable[int] 
     whole = batch or 1
     wanted = sorted({whole, max(1, whole // 4)} if sizes is None else set(sizes))
     if not wanted or any(not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= whole for n in wanted):
-        raise PlanError(f"sizes={wanted} must be numbers of samples from 1 to {whole}, which is what the sample has")
+        raise PlanError(f"sizes={wanted} must be numbers of samples from 1 to {whole}, the samples that are given")
 
     def first(value: Any, samples: int) -> Any:
         return value if samples == whole else scatter(value, (samples, whole - samples))[0]
@@ -230,7 +231,7 @@ def _size_samples(sample: Any, targets: Any, loss_fn: Any, sizes: Iterable[int] 
 
 
 def _crossings(chain: LayerChain, measured: Measurement) -> tuple[Crossing, ...]:
-    """Bytes sent from layer to layer; values are listed where one has several destinations."""
+    """Bytes sent from layer to layer, with a list of values if one of them has several destinations."""
     edges = chain.edges([(layer,) for layer in chain.layers])
     found = []
     for s, cost in enumerate(measured.layers):
@@ -244,7 +245,7 @@ def _crossings(chain: LayerChain, measured: Measurement) -> tuple[Crossing, ...]
 
 
 def _shared(chain: LayerChain) -> tuple[SharedParameters, ...]:
-    """Tied parameters, by the layers that have them."""
+    """Bytes of tied parameters, by their layers."""
     users: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by tensor and layer
     for i, layer in enumerate(chain.layers):
         for _, tensor in chain.members(layer):
@@ -258,7 +259,7 @@ def _shared(chain: LayerChain) -> tuple[SharedParameters, ...]:
 
 
 def _kept_together(kept: Sequence[Mapping[int, int]]) -> tuple[tuple[int, int, float], ...]:
-    """Activations that two layers save: each storage counts between a layer and the next one that saves it."""
+    """Bytes of activations saved by two layers. A storage counts for each layer and the next layer that saves it."""
     last: dict[int, int] = {}
     sizes: Counter[tuple[int, int]] = Counter()
     for i, storages in enumerate(kept):

@@ -1,22 +1,23 @@
 """Time the actions of a layer (F, B, I, W and R) by running it as a stage in the engine.
 
-The engine decides which weight gradients of a layer are deferred to W, so the engine itself runs here, on the same
-micro-batch again and again:
+The engine decides which weight gradients of a layer are deferred to W. So the layer runs in the engine, repeatedly on
+the same micro-batch:
 
     as a stage that saves its activations     F B   F I W   F B   F I W   …
     as a stage that is recomputed             F R B   F R B   …
 
-Gradients accumulate from run to run, as from the second micro-batch of a step on. The fixed cost of an action is
-measured with an empty stage and subtracted.
+Gradients accumulate in all runs, as in a step from the second micro-batch on. The fixed cost of an action is measured
+with an empty stage and subtracted.
 
-Layers are timed in several turns, and medians are taken over the turns: a slow phase of the machine affects all layers.
+Layers are timed in several turns, and the result is the median over the turns: a slow phase of the machine affects all
+layers.
 
-On a CPU, a layer that runs repeatedly finds its weights in the caches. In a step, other layers run in between, so the
-caches are flushed before each action, except for the inputs of the layer, which have just been produced.
+On a CPU, a layer that runs repeatedly has its weights in the caches. In a step, other layers run in between. So the
+caches are flushed before each action, except for the inputs of the layer, which the previous layer has just computed.
 
-On a GPU, kernels run while the host launches the next ones, and the GPU is idle where launching takes longer. Nothing
-synchronizes, and an action runs on several micro-batches in a row: the first run includes the launch latency of a host
-that was busy elsewhere, as for the first layer of a stage; the others are the time of a layer behind another one.
+On a GPU, kernels run while the host launches the next ones, and the GPU is idle if launching takes longer. The timing
+does not synchronize within an action, which runs on several micro-batches in a row. The first run includes the launch
+latency, as for the first layer of a stage. The other runs have the time of a layer that follows another one.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ from penstock.profile.analytic import Hardware
 from penstock.split.measure import LayerRun, repeat_runs, tensor_bytes
 from penstock.split.sample import backward_roots
 
-OUTLIER = 3  # runs that take more than this many times the median do not count
+OUTLIER = 3  # runs above this multiple of the median do not count
 FLUSHED_BYTES = 32 << 20  # larger than most caches
 CONSECUTIVE = 5  # micro-batches in a row, on a GPU
 
 Elapsed = Callable[[], float]
-"""Returns the seconds of a call; waits for the GPU only when it is called."""
+"""Returns the seconds of a call. Calling it synchronizes with the GPU."""
 
 Clock = Callable[[Callable[[], object], set[torch.device]], Elapsed]
-"""Calls a function that runs on some devices, and measures its time."""
+"""Calls a function that runs on these devices, and measures its time."""
 
 Seconds = tuple[float, float]
-"""The time of an action after different work, and directly after the same action."""
+"""The time of an action after other actions, and directly after the same action."""
 
 
 def measure_time(work: Callable[[], object], devices: set[torch.device]) -> Elapsed:
-    """Call ``work`` and measure its time: with CUDA events if it runs on one GPU only."""
+    """Call ``work`` and measure its time, with CUDA events if it runs on a single GPU."""
     if (device := _single_gpu(devices)) is not None:
         with torch.cuda.device(device):
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -116,9 +117,9 @@ class LayerTimings(NamedTuple):
 
 
 def median_times(turns: Sequence[LayerTimings]) -> tuple[ActionTimes, ActionTimes]:
-    """Medians over the turns of the mean in each: after different work, and directly after the same action.
+    """Medians over the turns of the mean of each turn: after other actions, and directly after the same action.
 
-    Outliers do not count; moderate variation is part of a step and does.
+    Outliers do not count. Moderate variation counts, because it occurs in a step, too.
     """
 
     def mean(seconds: Sequence[float]) -> float:
@@ -143,11 +144,11 @@ def time_layer(
 ) -> LayerTimings:
     """Time the actions of a layer for about ``budget`` seconds, after a warm-up.
 
-    ``other_bytes`` are those of parameters and gradients of the other layers. With a deterministic ``clock`` each
-    action runs once.
+    ``other_bytes`` is the size of the parameters and gradients of the other layers. With a ``clock`` that counts
+    instead of measuring, each action runs once.
     """
     module = layer.stage if layer.targets else _BackwardRoots(layer.stage)
-    takes, gives = len(layer.values), max(1, len(layer.targets))
+    num_sources, num_targets = len(layer.values), max(1, len(layer.targets))
     flushed = min(other_bytes, FLUSHED_BYTES) if device.type == "cpu" and clock is None else 0
     others = torch.ones(-(-flushed // 4))
     consecutive = clock is None and _single_gpu(layer.devices) is not None and not _changes_buffers(layer)
@@ -165,10 +166,10 @@ def time_layer(
         for leaves, spec in map(flatten, layer.inputs()):
             wants = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
             messages.append(Message(leaves, spec, wants).detached())
-        return merge_messages(messages)[0] if takes > 1 else messages[0]
+        return merge_messages(messages)[0] if num_sources > 1 else messages[0]
 
     def forwards(engine: StageEngine, slots: Sequence[Slot]) -> tuple[Callable[[], Seconds], list[list[Tensor | None]]]:
-        """A timed forward, and gradients of ones for its outputs, which are dropped as if they had been sent."""
+        """Time a forward; return gradients of ones for its outputs, which are released as after a send."""
         messages = [input_message() for _ in numbers]
         hot = [leaf for leaf in messages[0].leaves if isinstance(leaf, Tensor)]
         done = timed(engine.forward, numbers, messages, slots, hot=hot)
@@ -179,7 +180,7 @@ def time_layer(
             slot.messages = []
         return done, grads
 
-    saving = StageEngine(layer.index, module, device, num_sources=takes, num_targets=gives)
+    saving = StageEngine(layer.index, module, device, num_sources=num_sources, num_targets=num_targets)
     full, split = [Slot() for _ in numbers], [Slot(saving.new_queue()) for _ in numbers]
     deferred: list[int] = []
 
@@ -192,7 +193,7 @@ def time_layer(
             deferred.append(deferred_bytes(split[0], saving))
         return [forward, backward, input_gradient, timed(saving.weight_gradient, split)]
 
-    recomputing = StageEngine(layer.index, module, device, num_sources=takes, num_targets=gives)
+    recomputing = StageEngine(layer.index, module, device, num_sources=num_sources, num_targets=num_targets)
     recomputing.rng, recomputing.buffer_guard = StageRng(module, device, None), BufferGuard(module)
     recomputing.python_state = PythonStateGuard(module)
     dropped = [Slot(saved=SavedForward()) for _ in numbers]
@@ -216,21 +217,21 @@ def time_layer(
 
     begin_run((saving, recomputing), caller_context(), [None] * len(numbers), "measuring")
     with ExitStack() as stack:
-        for kind, *_ in caller_context().autocast:  # a forward enters autocast itself, a backward runs outside of it
+        for kind, *_ in caller_context().autocast:  # the engine enters autocast for forwards, but not for backwards
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.callback(recomputing.close)
         return LayerTimings(repeat(actions, 0.8), repeat(recomputes, 0.2), deferred[0])
 
 
 def flush_caches(others: Tensor, hot: Iterable[Tensor | None]) -> None:
-    """Evict everything from the caches except the hot tensors; ``others`` are as large as the other layers."""
+    """Evict all tensors from the caches except the hot ones, by reading ``others``."""
     for tensor in (others, *hot):
         if tensor is not None and tensor.is_floating_point():
             tensor.detach().sum()
 
 
 def _changes_buffers(layer: LayerRun) -> bool:
-    """Whether a forward writes to buffers: then a second forward would invalidate the backward of the first."""
+    """Whether a forward writes to buffers, so that a second forward would invalidate the backward of the first."""
     buffers = list(layer.stage.buffers())
     before = [version_of(buffer) for buffer in buffers]
     if buffers:
@@ -242,7 +243,7 @@ def _changes_buffers(layer: LayerRun) -> bool:
 def time_action(
     action: Callable[..., object], calls: list[Any], devices: set[torch.device], clock: Clock
 ) -> Callable[[], Seconds]:
-    """Run an action on consecutive micro-batches; returns a function for the first time and the mean of the others."""
+    """Run an action on consecutive micro-batches; return a function for the first time and the mean of the others."""
     first = clock(lambda: action(*calls[0]), devices)
     others = clock(lambda: [action(*call) for call in calls[1:]], devices) if calls[1:] else None
 
@@ -254,7 +255,7 @@ def time_action(
 
 
 class _BackwardRoots(nn.Module):
-    """The last layer, returning only the tensors that its backward starts from."""
+    """The last layer; its outputs are only the tensors with which its backward starts."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
@@ -266,9 +267,9 @@ class _BackwardRoots(nn.Module):
 
 # ── hardware that is not present ─────────────────────────────────────────────────────────────────────────────────
 
-LAUNCH = 2e-6  # seconds to launch an operation: an assumption
-_LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")  # they read as much as they return
-_NO_TRAFFIC = (  # views that are not marked as such, and allocations
+LAUNCH = 2e-6  # seconds to launch an operation (assumption)
+_LOOKUPS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather")  # read only the bytes they return
+_NO_TRAFFIC = (  # views that torch does not mark as views, and allocations
     "aten::detach", "aten::_unsafe_view", "aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided",
     "aten::new_empty_strided",
 )  # fmt: skip
@@ -277,8 +278,8 @@ _NO_TRAFFIC = (  # views that are not marked as such, and allocations
 def count_time(hardware: Hardware, work: Callable[[], object], devices: set[torch.device]) -> Elapsed:
     """A clock for hardware that is not present: operations run on this machine, and their FLOPs and bytes are counted.
 
-    An operation takes the longest of its FLOPs at the rate that the hardware reaches, of the bytes that it reads and
-    writes at the rate of its memory, and of the launch latency.
+    The time of an operation is the maximum of its FLOPs at the effective rate of the hardware, of the bytes that it
+    reads and writes at the effective memory bandwidth, and of the launch latency.
     """
     with _CostCounter(hardware) as counter:
         work()
@@ -307,7 +308,7 @@ class _CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
-    """FLOPs of matrix products, convolutions and attention; 0 for all other operations."""
+    """FLOPs of matrix products, convolutions and attention; 0 for other operations."""
     count = flop_registry.get(func._overloadpacket)
     if count is not None:
         return float(count(*args, **kwargs, out_val=result))

@@ -19,8 +19,8 @@ __all__ = [
     "to_text", "vee", "verify", "with_recompute",
 ]  # fmt: skip
 
-# Importing the module of a schedule registers it. These come first in listings and tables; a new module is found by
-# itself, and its schedules follow.
+# Importing a module registers its schedules. Listings and tables have the families below first, in this order, and the
+# schedules of all other modules after them.
 _FAMILIES = ("one_f_one_b", "v_shape", "fill_drain")
 
 for _module in dict.fromkeys((*_FAMILIES, *(module.name for module in pkgutil.iter_modules(__path__)))):

@@ -12,10 +12,10 @@ from penstock.json_schema import check_schema
 from penstock.schedule.schedule import COMPUTE, Edge
 
 PerStage = float | tuple[float, ...]
-"""One number for all stages, or one for each."""
+"""One number for all stages, or one per stage."""
 
 PerEdge = float | Mapping[Edge, float]
-"""One number for all edges, or one for each (source stage, destination stage)."""
+"""One number for all edges, or one per edge (source stage, destination stage)."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Costs:
     ``f``, ``i``, ``w``, ``b``, ``r`` are the times of one action of a stage: forward, input gradient, weight
     gradient, full backward (by default ``i + w``) and recompute (by default ``f``).
 
-    A value that crosses to another rank arrives ``latency + bytes / bandwidth`` after it is computed. A channel
-    carries one value at a time, for ``bytes / bandwidth``. The gradient in the other direction costs the same. Within
-    a rank both are free.
+    A value sent to another rank arrives ``latency + bytes / bandwidth`` after it is computed. It occupies its channel
+    for ``bytes / bandwidth``, and a channel carries one value at a time. The gradient in the other direction costs the
+    same. Values that stay on a rank cost nothing.
 
     ``activation`` is the memory of one micro-batch on a stage from the start of ``F`` to the end of ``B`` or ``W``.
-    ``keep`` is the fraction of it held between ``I`` and ``W``; it may exceed 1, because gradients are held there,
-    too. ``checkpoint`` is the fraction held between ``F`` and ``R`` where the schedule recomputes.
+    ``keep`` is the fraction of it held between ``I`` and ``W``. It may exceed 1, because gradients are held, too.
+    ``checkpoint`` is the fraction held between ``F`` and ``R`` where the schedule recomputes.
     """
 
     f: PerStage = 1.0
@@ -57,9 +57,9 @@ class Costs:
                 if not number >= 0 or (math.isinf(number) and field.name != "bandwidth"):
                     raise ScheduleError(f"cost {field.name}={number} must be a number, at least 0")
                 if field.name == "bandwidth" and number == 0:
-                    raise ScheduleError("cost bandwidth=0 would never deliver anything: it must be positive")
+                    raise ScheduleError("cost bandwidth=0 must be positive")
                 if field.name == "checkpoint" and number > 1:
-                    raise ScheduleError(f"cost {field.name}={number} is a fraction: between 0 and 1")
+                    raise ScheduleError(f"cost checkpoint={number} must be a fraction, at most 1")
 
     @classmethod
     def per_rank(
@@ -73,7 +73,7 @@ class Costs:
         b: float | None = None,
         r: float | None = None,
     ) -> Costs:
-        """Costs per rank and micro-batch, divided over its ``v`` stages, to compare schedules with different ``v``.
+        """Costs of a rank and micro-batch, divided over its ``v`` stages, to compare schedules with different ``v``.
 
         ``comm`` is the latency between two ranks.
         """
@@ -88,7 +88,7 @@ class Costs:
         return tuple(self.bytes) if isinstance(self.bytes, Mapping) else None
 
     def durations(self, num_stages: int) -> dict[str, list[float]]:
-        """For each kind of action, its time on each stage."""
+        """The time of each kind of action, per stage."""
         times = {kind: self.of_stages(kind.lower(), num_stages) for kind in "FIW"}
         split = [i + w for i, w in zip(times["I"], times["W"], strict=True)]
         times["B"] = split if self.b is None else self.of_stages("b", num_stages)
@@ -114,7 +114,7 @@ class Costs:
         return float(value[edge])
 
     def to_data(self) -> dict[str, Any]:
-        """As numbers, lists and dicts, without fields that have their default."""
+        """The fields that differ from their defaults, as numbers, lists and dicts."""
         data: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)

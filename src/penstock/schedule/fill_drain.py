@@ -1,4 +1,4 @@
-"""Fill and drain: GPipe and its relatives run all forwards before the first backward, or no backward at all."""
+"""GPipe and other schedules that run all forwards before the first backward, or no backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.schedule.schedule import Action, Schedule, loop
 
 
 def fill_drain(placement: Sequence[int], m: int, *, backward: bool = True, name: str = "fill_drain") -> Schedule:
-    """All forwards, then all backwards if ``backward``, for any placement. A rank runs its stages one after another.
+    """All forwards, then all backwards if ``backward``, for any placement. A rank runs one stage after another.
 
     placement (0, 1, 1, 0), m=2::
 
@@ -28,7 +28,7 @@ def fill_drain(placement: Sequence[int], m: int, *, backward: bool = True, name:
 
 @register("gpipe", "all forwards, then all backwards", memory="m")
 def gpipe(p: int, m: int) -> Schedule:
-    """All forwards, then all backwards. Every micro-batch is in flight at once: memory grows with m.
+    """All forwards, then all backwards. All micro-batches are in flight at the same time: memory grows with m.
 
     p=3, m=3; a column is the time of one forward, a backward ``B`` takes two::
 
@@ -39,11 +39,12 @@ def gpipe(p: int, m: int) -> Schedule:
     return fill_drain(loop(p), m, name="gpipe")
 
 
-@register("looped_bfs", "GPipe over v stages per rank, breadth first", v=None, default_v=2, memory="m")
+@register("looped_bfs", "GPipe with v stages per rank, breadth-first", v=None, default_v=2, memory="m")
 def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
-    """Every micro-batch through a stage before the rank's next stage: the bubble of interleaved, the memory of GPipe.
+    """A rank runs all micro-batches through one stage before its next stage: breadth-first.
 
-    A stage's micro-batches are contiguous, so sharded weights are gathered once per stage and step.
+    It has the bubble of ``interleaved`` and the memory of GPipe. The micro-batches of a stage are contiguous, so
+    sharded weights are gathered once per stage and step.
 
     p=2, m=2, v=2; the digit before the letter is the stage, a backward ``B`` takes two columns::
 
@@ -53,9 +54,9 @@ def looped_bfs(p: int, m: int, v: int = 2) -> Schedule:
     return fill_drain(loop(p, v), m, name="looped_bfs")
 
 
-@register("sharded", "one micro-batch at a time, nothing overlaps", v=None, default_v=1, memory="1")
+@register("sharded", "one micro-batch at a time, without overlap", v=None, default_v=1, memory="1")
 def sharded(p: int, m: int, v: int = 1) -> Schedule:
-    """A micro-batch goes through all stages and back before the next one starts: to fit a model, and to debug.
+    """Each micro-batch completes its backward before the next one starts: for the least memory, and for debugging.
 
     p=2, m=2; a column is the time of one forward, a backward ``B`` takes two::
 
@@ -71,9 +72,9 @@ def sharded(p: int, m: int, v: int = 1) -> Schedule:
     return Schedule.of("sharded", loop(p, v), map(order, range(p)), m)
 
 
-@register("forward_only", "no backward: evaluation", v=None, default_v=1, memory="0")
+@register("forward_only", "forwards only, for evaluation", v=None, default_v=1, memory="0")
 def forward_only(p: int, m: int, v: int = 1) -> Schedule:
-    """Forwards, and no backward. With v > 1, micro-batches loop over the ranks in groups of at least p.
+    """Forwards only. With v > 1, micro-batches pass the ranks v times, in groups of at least p.
 
     p=3, m=4::
 

@@ -5,8 +5,8 @@ the receiver posts its receives in that same order. Rank 1 of a 1F1B schedule, r
 
     1RECV_F0 1RECV_F1 1F0 1SEND_F0 1RECV_B0 ... 1B0 1SEND_B0 1SENT_F0 ...
     └ posted ahead ─┘              │                         └ the gradient of 1F0's output has arrived, so its
-                                   └ after 1F0: it cannot      send is complete: the output is released
-                                     arrive earlier
+                                   └ after 1F0: it depends     send is complete: the output is released
+                                     on 1F0
 
 A send never blocks. Its buffer is released after the first later action whose input from that peer proves that the
 message was consumed. Where no action proves it, the rank waits for its oldest send once ``live_sends`` are open.
@@ -29,8 +29,8 @@ class Instruction(NamedTuple):
     """One step of a rank's program.
 
     ``kind`` is a kind of compute action, or one of ``RECV_F RECV_B`` (post a receive), ``SEND_F SEND_B``,
-    ``SENT_F SENT_B`` (that send is complete: release its buffer) and ``REDUCE`` (the stage's gradients are
-    complete). Communication names its edge by the two stages: ``stage`` is on this rank, ``peer`` on the other.
+    ``SENT_F SENT_B`` (release the buffer of that send, which is complete) and ``REDUCE`` (the stage's gradients are
+    complete). In communication, ``stage`` is the stage on this rank and ``peer`` the stage on the other rank.
     """
 
     kind: str
@@ -45,10 +45,10 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """The instructions of one rank, computation and communication in one order.
+    """The instructions of one rank: computation and communication in one order.
 
-    ``slots[stage, microbatch]`` is the number of the slot that holds the state of that micro-batch from ``F`` to the
-    end of its backward; a stage has ``num_slots[stage]`` slots, its peak in-flight count.
+    ``slots[stage, microbatch]`` is the number of the slot for the state of that micro-batch from ``F`` to the end of
+    its backward. A stage has ``num_slots[stage]`` slots, its peak number of micro-batches in flight.
     """
 
     rank: int
@@ -60,8 +60,8 @@ class LoweredProgram:
         return " ".join(map(str, self.instructions))
 
 
-class _Transfer(NamedTuple):
-    """A message: a value that crosses from one rank to another."""
+class _Message(NamedTuple):
+    """A message from one rank to another."""
 
     src: int  # stage that produces it
     dst: int  # stage that consumes it
@@ -70,7 +70,7 @@ class _Transfer(NamedTuple):
     consumed: int  # position of the consuming action in its rank's order
 
 
-_ByAction = dict[int, list[Instruction]]
+_ByPosition = dict[int, list[Instruction]]
 """Instructions by the position of the action in the order of its rank."""
 
 
@@ -82,12 +82,12 @@ def lower(
     live_sends: int = 4,
     with_headers: bool = False,
 ) -> tuple[LoweredProgram, ...]:
-    """One program per rank, for a schedule that has been verified.
+    """Lower a verified schedule to one program per rank.
 
-    ``depth`` is the number of receives posted per channel at any time, the one waited for included. A sender waits
-    for its oldest send when more than ``live_sends`` are open, or more than its peak number of micro-batches in
-    flight. With ``with_headers``, each message has a header that describes it: its receive is posted when the message
-    is consumed.
+    ``depth`` is the number of receives posted per channel at any time, including the one that the rank waits for. A
+    sender waits for its oldest send if the number of open sends exceeds ``live_sends`` and its peak number of
+    micro-batches in flight. With ``with_headers``, each message has a header that describes it, and its receive is
+    posted when the message is consumed.
     """
     if depth < 1 or live_sends < 1:
         raise ScheduleError(f"depth and live_sends must be at least 1, got {depth} and {live_sends}")
@@ -96,13 +96,13 @@ def lower(
     clocks = _vector_clocks(schedule, crossing)
     held = {"F": 1, "B": -1, "W": -1} if schedule.trains else {}
     in_flight = [max(accumulate(held.get(action.kind, 0) for action in o), default=0) for o in schedule.orders]
-    before: list[_ByAction] = [defaultdict(list) for _ in schedule.orders]
-    sends: list[_ByAction] = [defaultdict(list) for _ in schedule.orders]
-    sent: list[_ByAction] = [defaultdict(list) for _ in schedule.orders]
+    before: list[_ByPosition] = [defaultdict(list) for _ in schedule.orders]
+    sends: list[_ByPosition] = [defaultdict(list) for _ in schedule.orders]
+    sent: list[_ByPosition] = [defaultdict(list) for _ in schedule.orders]
     for (sender, receiver, direction), channel in messages.items():
         # A receive is posted ``depth - 1`` messages before the consuming action, and never after the receive of a later
-        # message. It is not posted before the receiver's own actions that the message depends on: the message cannot
-        # arrive earlier, and on a GPU a receive that waits for the receiver's own work may delay that work.
+        # message. It is not posted before the actions of the receiver that the message depends on: the message cannot
+        # arrive earlier, and on a GPU a receive that waits for the receiver's own actions may delay them.
         latest = list(accumulate((message.consumed for message in reversed(channel)), min))[::-1]
         for message, ahead in zip(channel, [0] * (depth - 1) + latest, strict=False):
             position = max(ahead, clocks[direction, message.src, message.microbatch][receiver])
@@ -123,7 +123,7 @@ def lower(
             release = Instruction(f"SENT_{direction}", *key)
             sends[sender][message.produced].append(Instruction(f"SEND_{direction}", *key))
             proof = bisect_right(passed, message.consumed - 1)
-            if proof < len(passed):  # the sender's first action that proves that the message was consumed
+            if proof < len(passed):  # the first action of the sender that proves that the message was consumed
                 sent[sender][max(positions[proof], message.produced)].append(release)
                 continue
             open_sends.append((message.produced, release))
@@ -135,12 +135,12 @@ def lower(
         _assemble(rank, order, before[rank], sends[rank], sent[rank], schedule.trains)
         for rank, order in enumerate(schedule.orders)
     )
-    if deadlocks(programs, with_headers=with_headers):  # a bounded wait closed a cycle: allow more open sends
+    if deadlocks(programs, with_headers=with_headers):  # the limit on open sends closed a cycle: raise it
         return lower(schedule, edges, depth=depth, live_sends=live_sends * 2, with_headers=with_headers)
     return programs
 
 
-def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int, str], list[_Transfer]]:
+def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int, str], list[_Message]]:
     """The messages between ranks, per (sender, receiver, direction), in the order in which they are produced."""
     position = {
         ("F" if a.kind == "F" else "B", a.stage, a.microbatch): i
@@ -148,7 +148,7 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
         for i, a in enumerate(order)
         if a.kind == "F" or a.kind in BACKWARD
     }
-    channels: dict[tuple[int, int, str], list[_Transfer]] = defaultdict(list)
+    channels: dict[tuple[int, int, str], list[_Message]] = defaultdict(list)
     for edge in edges:
         for direction, (src, dst) in (("F", edge), ("B", edge[::-1])):
             a, b = schedule.placement[src], schedule.placement[dst]
@@ -157,16 +157,16 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
             for k in range(schedule.num_microbatches):
                 if (direction, src, k) in position and (direction, dst, k) in position:
                     produced, consumed = position[direction, src, k], position[direction, dst, k]
-                    channels[a, b, direction].append(_Transfer(src, dst, k, produced, consumed))
+                    channels[a, b, direction].append(_Message(src, dst, k, produced, consumed))
     for channel in channels.values():
         channel.sort(key=lambda message: (message.produced, message.dst))
     return dict(channels)
 
 
 def _assemble(
-    rank: int, order: Sequence[Action], before: _ByAction, sends: _ByAction, sent: _ByAction, trains: bool
+    rank: int, order: Sequence[Action], before: _ByPosition, sends: _ByPosition, sent: _ByPosition, trains: bool
 ) -> LoweredProgram:
-    """The program of a rank: each action with its receives, sends and releases, and its slot."""
+    """Assemble the program of a rank: each action with its receives, sends and releases, and its slot."""
     last = {action.stage: i for i, action in enumerate(order)}
     out: list[Instruction] = []
     slots: dict[tuple[int, int], int] = {}
@@ -191,11 +191,11 @@ def _assemble(
 
 
 def _vector_clocks(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[str, int, int], list[int]]:
-    """For each message ("F" or "B", source stage, micro-batch) and rank: the number of the rank's own actions that the
+    """For each message ("F" or "B", source stage, micro-batch) and rank: the number of actions of the rank that the
     message depends on.
 
-    These are vector clocks: every rank counts, for each rank, the actions that it knows to be done. A message carries
-    its sender's counts, and the receiver takes the maximum.
+    These are vector clocks. Each rank counts, for every rank, the actions that are known to be complete. A message has
+    the counts of its sender, and the receiver takes the maximum.
     """
     sources, targets = neighbours(schedule.num_stages, edges)
     placement = schedule.placement
@@ -221,9 +221,9 @@ def _vector_clocks(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[str,
 
 
 def deadlocks(programs: Sequence[LoweredProgram], *, with_headers: bool = False) -> bool:
-    """Whether the programs block each other where sends rendezvous with their receives.
+    """Whether the programs deadlock if sends complete only with their receives.
 
-    A send completes once its receive is posted; with headers, once the consuming action begins ("TAKE").
+    A send completes when its receive is posted; with headers, when the consuming action begins ("TAKE").
     """
     completion = "TAKE" if with_headers else "RECV"
     inputs: dict[tuple[str, int, int], list[tuple[str, int, int, int]]] = defaultdict(list)  # messages of an action

@@ -1,7 +1,7 @@
 """1F1B: once the pipeline is full, every rank alternates one forward and one backward.
 
-Interleaved 1F1B has v stages on each rank, so that the pipeline fills v times faster. Zero bubble H1 and H2 split the
-backward: weight gradients fill the waits of 1F1B.
+Interleaved 1F1B has v stages on each rank, so that the pipeline fills v times faster. Zero-bubble H1 and H2 split the
+backward, and run weight gradients where 1F1B is idle.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from penstock.schedule.schedule import Action, Schedule, loop
 T = TypeVar("T")
 
 
-@register("1f1b", "one forward, one backward in turn; p activations", memory="p")
+@register("1f1b", "alternates one forward and one backward; p activations", memory="p")
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """As fast as GPipe, with at most p micro-batches in flight: rank r never holds more than p - r.
+    """The time of GPipe with at most p micro-batches in flight: rank r holds at most p - r.
 
     p=3, m=4; a column is the time of one forward, a backward ``B`` takes two::
 
@@ -36,15 +36,15 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 
 @register(
-    "interleaved", "1F1B over v stages per rank; 1/v of its bubble", v=None, default_v=2, memory="p + (p - 1) / v"
+    "interleaved", "1F1B with v stages per rank; 1/v of its bubble", v=None, default_v=2, memory="p + (p - 1) / v"
 )
 def interleaved(p: int, m: int, v: int = 2) -> Schedule:
-    """1F1B with v stages per rank, looped: 1/v of its bubble, for more memory and v times the traffic.
+    """1F1B with v looped stages per rank: 1/v of the bubble, for more memory and v times the communication.
 
-    Micro-batches go in groups: a rank runs a whole group through its first stage, then the same group through
-    its second, and so on; backwards the same, last stage first. The first micro-batch of a group of p returns to
-    rank 0 just when rank 0 is done with the last. A small remainder of m / p enlarges the groups, which costs no
-    time and a little memory; a large one becomes an incomplete group.
+    Micro-batches are in groups. A rank runs the forwards of a group on its first stage, then on its second stage, and
+    so on, and the backwards of a group from its last stage to its first. In a group of p, the first micro-batch returns
+    to rank 0 when rank 0 has finished the last one. A small remainder of m / p enlarges the groups, which takes no
+    time and a little memory. A large remainder is a group of its own.
 
     p=2, m=4, v=2; the digit before the letter is the stage, a column is a forward, a backward ``B`` takes two::
 
@@ -69,19 +69,19 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
 
 
 def alternate(forwards: Sequence[T], backwards: Sequence[T], warmup: int) -> list[T]:
-    """The first ``warmup`` forwards, then backwards and forwards alternating, then the remaining backwards."""
+    """The first ``warmup`` forwards, then alternating backwards and forwards, then the remaining backwards."""
     steady = chain.from_iterable(zip_longest(backwards, forwards[warmup:]))
     return [*forwards[:warmup], *(action for action in steady if action is not None)]
 
 
 def even_groups(m: int, num_groups: int) -> list[range]:
-    """``m`` micro-batches in groups whose sizes differ by at most one, larger groups first."""
+    """Divide ``m`` micro-batches into groups whose sizes differ by at most one, larger groups first."""
     return [range(*pair) for pair in pairwise(-(-m * g // num_groups) for g in range(num_groups + 1))]
 
 
-@register("zb_h1", "split backward; a third of 1F1B's bubble in its memory", memory="p")
+@register("zb_h1", "split backward; a third of 1F1B's bubble, with its memory", memory="p")
 def zb_h1(p: int, m: int) -> Schedule:
-    """A third of 1F1B's bubble in 1F1B's memory: rank r holds p - r micro-batches in flight and r deferred.
+    """A third of 1F1B's bubble with 1F1B's memory: rank r has p - r micro-batches in flight and r deferred.
 
     p=3, m=4; every action takes one column::
 
@@ -89,12 +89,12 @@ def zb_h1(p: int, m: int) -> Schedule:
         rank 1: .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         rank 2: .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
-    return Schedule.of("zb_h1", loop(p), (_deferring(r, m, p - r, r) for r in range(p)), m)
+    return Schedule.of("zb_h1", loop(p), (_zero_bubble_order(r, m, p - r, r) for r in range(p)), m)
 
 
-@register("zb_h2", "split backward; no pause once begun, twice 1F1B's memory", memory="2 * p - 1")
+@register("zb_h2", "split backward; no idle time after the first action, twice 1F1B's memory", memory="2 * p - 1")
 def zb_h2(p: int, m: int) -> Schedule:
-    """Twice the memory of 1F1B, and no bubble after the start: a rank works without a pause from its first action.
+    """No rank is idle between its first and its last action; twice the memory of 1F1B.
 
     p=3, m=5; every action takes one column::
 
@@ -102,13 +102,14 @@ def zb_h2(p: int, m: int) -> Schedule:
         rank 1: .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
         rank 2: .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
-    return Schedule.of("zb_h2", loop(p), (_deferring(r, m, 2 * (p - r) - 1, 2 * r) for r in range(p)), m)
+    return Schedule.of("zb_h2", loop(p), (_zero_bubble_order(r, m, 2 * (p - r) - 1, 2 * r) for r in range(p)), m)
 
 
-def _deferring(r: int, m: int, warmup: int, lag: int) -> list[Action]:
-    """Rank r: ``warmup`` forwards; then I, the W of ``lag`` micro-batches ago and F in turn; then the remaining W.
+def _zero_bubble_order(r: int, m: int, warmup: int, lag: int) -> list[Action]:
+    """The order of rank r: ``warmup`` forwards; then I, the W of ``lag`` micro-batches earlier, and F in turn; then
+    the remaining W.
 
-    Once no forward is left to fill the time between two I, a W does, whatever its lag.
+    After the last forward, a W follows each I, regardless of ``lag``.
     """
     order = [Action(r, "F", k) for k in range(min(warmup, m))]
     weights = iter([Action(r, "W", k) for k in range(m)])

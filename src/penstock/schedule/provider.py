@@ -1,4 +1,4 @@
-"""The schedules that one pipeline runs: for any number of micro-batches, to train and to evaluate."""
+"""The schedules of one pipeline, for training and evaluation with any number of micro-batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.schedule.search import auto
 from penstock.schedule.verify import verify
 
 AUTO = "auto"
-"""The name of a schedule that is searched for the costs of the pipeline."""
+"""The name that selects a schedule search with the costs of the pipeline."""
 
 
 class ScheduleProvider:
@@ -36,8 +36,8 @@ class ScheduleProvider:
     ) -> None:
         """``ranks`` is the exact number of ranks, ``max_ranks`` an upper limit.
 
-        With ``microbatch_size``, the number of micro-batches follows from the size of the mini-batch. ``costs`` are
-        the costs for which an "auto" schedule is searched.
+        With ``microbatch_size``, the size of the mini-batch determines the number of micro-batches. ``costs`` are
+        those for the search of an "auto" schedule.
         """
         size = 1 if microbatch_size is None else microbatch_size
         for name, number, least in (("microbatches", microbatches, "1"), ("microbatch_size", size, "1 sample")):
@@ -49,12 +49,12 @@ class ScheduleProvider:
         self.recompute = recompute_modes(recompute, stages)
         self.costs = costs
         self._fixed = schedule if isinstance(schedule, Schedule) else None
-        self._previous: ScheduleProvider | None = None  # the provider before ``with_schedule``
-        self._unmerged: tuple[ScheduleProvider, Sequence[int]] | None = None  # and before ``with_merged_ranks``
+        self._previous: ScheduleProvider | None = None  # the original of ``with_schedule``
+        self._unmerged: tuple[ScheduleProvider, Sequence[int]] | None = None  # the original of ``with_merged_ranks``
         self._auto_placement: tuple[int, ...] = ()
         self._cache: dict[tuple[str, int], Schedule] = {}
         if costs is not None and schedule != AUTO:
-            raise ScheduleError(f"costs are for schedule={AUTO!r}, which makes an order for them, not for {schedule!r}")
+            raise ScheduleError(f"costs= is for the search of schedule={AUTO!r}: leave it out with {schedule!r}")
         if isinstance(schedule, Schedule):
             for what, number, wanted in (
                 ("stages", schedule.num_stages, stages),
@@ -73,7 +73,7 @@ class ScheduleProvider:
             self.name, trains = AUTO, True
             self.ranks = min(stages if ranks is None else ranks, stages if max_ranks is None else max(1, max_ranks))
             if self.ranks > stages:
-                raise ScheduleError(f"{stages} stages are too few for {self.ranks} ranks: each must have one")
+                raise ScheduleError(f"{stages} stages are too few for {self.ranks} ranks: each rank needs one")
             looped = loop(self.ranks, -(-stages // self.ranks))
             self._auto_placement = vee(self.ranks) if stages == 2 * self.ranks else looped[:stages]
         else:
@@ -96,16 +96,18 @@ class ScheduleProvider:
         return set() if self._fixed is None else {stage for stage, _ in self._fixed.recomputed}
 
     def with_merged_ranks(self, merged: Sequence[int]) -> ScheduleProvider:
-        """The same schedules on fewer ranks: rank ``merged[r]`` runs the actions of rank ``r``; see ``merge_ranks``."""
+        """The same schedules on fewer ranks: rank ``merged[r]`` runs the actions of rank ``r``, see ``merge_ranks``."""
         provider = copy.copy(self)
         provider._cache, provider._unmerged = {}, (self, merged)
         provider.ranks, provider.placement = max(merged) + 1, tuple(merged[rank] for rank in self.placement)
         return provider
 
     def with_schedule(self, schedule: Schedule) -> ScheduleProvider:
-        """A provider with another training schedule. For more micro-batches than that has, it uses this one's."""
+        """A provider with another training schedule; for more micro-batches than it has, with the present one."""
         if schedule.placement != (self if self._unmerged is None else self._unmerged[0]).placement:
-            raise ScheduleError(f"schedule {schedule.name!r} has its stages on other ranks: they stay where they are")
+            raise ScheduleError(
+                f"schedule {schedule.name!r} has another placement: the stages of a pipeline cannot move to other ranks"
+            )
         if self._unmerged is not None:
             provider, merged = self._unmerged
             return provider.with_schedule(schedule).with_merged_ranks(merged)
@@ -154,13 +156,14 @@ class ScheduleProvider:
         return build(self.name, self.ranks, microbatches, len(self.recompute) // self.ranks)
 
     def _search(self, microbatches: int) -> Schedule:
-        """An automatic schedule. Recomputes that the search does not know of are inserted afterwards.
+        """Search an automatic schedule.
 
-        The search knows of recomputed stages only if ``checkpoint`` says what they keep: it would run all forwards of
-        stages that seem to keep nothing ahead. Micro-batches of the other recomputed stages are complete again from R
-        to the end of W, so the search counts them twice between I and W, to leave few weight gradients waiting.
+        The search places the recomputes of a stage only if the costs have its ``checkpoint`` size: without one, a
+        recomputed stage seems to hold no memory, and all its forwards would run first. The caller inserts all other
+        recomputes. Their stages hold complete micro-batches from R to the end of W. The search counts these twice
+        between I and W, so that few weight gradients are pending.
         """
-        costs, seconds = (Costs(), 0.05) if self.costs is None else (self.costs, 0.5)  # less to gain without costs
+        costs, seconds = (Costs(), 0.05) if self.costs is None else (self.costs, 0.5)  # unit costs gain less
         num_stages = len(self.recompute)
         searched = [stage for stage, mode in enumerate(self.recompute) if mode == "always"]
         checkpoints = costs.of_stages("checkpoint", num_stages)

@@ -1,4 +1,4 @@
-"""Schedules by name. A schedule registers itself with the facts that listings, tables and the planner need."""
+"""The registry of schedules: each name with its generator, and the facts for listings, tables and the planner."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Make = TypeVar("Make", bound=Callable[..., Schedule])
 class ScheduleKind:
     """A schedule that can be built for any number of ranks and micro-batches."""
 
-    make: Callable[..., Schedule]  # of (p, m), or (p, m, v) where the number of stages per rank is free
+    make: Callable[..., Schedule]  # of (p, m), or of (p, m, v) if the number of stages per rank is a parameter
     description: str
-    stages_per_rank: int | None  # None where the caller chooses it, as v
-    default_v: int  # stages per rank where the caller does not choose
-    # Peak of the fullest rank for m >= 2p, in activations of a micro-batch: an expression of p, m and v.
+    stages_per_rank: int | None  # None: the parameter v
+    default_v: int  # stages per rank by default
+    # Largest peak memory of a rank for m >= 2p, in activations of a micro-batch: an expression of p, m and v.
     memory: str
 
     @property
@@ -40,8 +40,8 @@ def register(
 ) -> Callable[[Make], Make]:
     """Register the decorated function as the schedule ``name``.
 
-    ``v`` is the number of stages per rank, None if the function takes it as an argument; ``default_v`` is then its
-    default. ``memory`` is that of ``ScheduleKind``.
+    ``v`` is the number of stages per rank. If the function has it as a parameter, ``v`` is None and ``default_v`` is
+    the default. ``memory`` is the expression in ``ScheduleKind``.
     """
 
     def decorator(make: Make) -> Make:
@@ -52,9 +52,9 @@ def register(
 
 
 def build(name: str, p: int, m: int, v: int | None = None) -> Schedule:
-    """The schedule ``name`` for ``p`` ranks, ``m`` micro-batches and, where it is free, ``v`` stages per rank.
+    """Build the schedule ``name`` for ``p`` ranks, ``m`` micro-batches and ``v`` stages per rank, if that is free.
 
-    Only the letters and digits of the name count, in any case: ``"ZB-H1"`` is ``"zb_h1"``.
+    Case and punctuation in the name are ignored: ``"ZB-H1"`` is ``"zb_h1"``.
     """
     name = canonical_name(name)
     kind = SCHEDULES[name]

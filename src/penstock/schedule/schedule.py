@@ -1,4 +1,4 @@
-"""Schedules as plain data: actions, their order on each rank, where stages are placed, and who waits for whom.
+"""Schedules as plain data: actions, their order on each rank, the placement of stages, and their dependencies.
 
 The text form of an action is its stage, kind and micro-batch: ``2F0`` is the forward of stage 2 on micro-batch 0.
 """
@@ -19,16 +19,16 @@ COMPUTE = tuple(ACTION_NAMES)
 """Kinds of actions; ``B`` is a full backward."""
 
 BACKWARD = ("B", "I")
-"""Kinds that turn the gradient of a stage's outputs into the gradient of its inputs."""
+"""Kinds that compute the gradient of a stage's inputs from the gradient of its outputs."""
 
 Edge = tuple[int, int]
-"""A value that flows from one stage to a later one: (source stage, destination stage)."""
+"""A value sent from one stage to a later one: (source stage, destination stage)."""
 
 _ACTION = re.compile(r"(\d{1,9})([FRBIW])(\d{1,9})")
 
 
 class Action(NamedTuple):
-    """Work of one kind, of one stage, on one micro-batch."""
+    """One unit of work: a stage, a kind of action and a micro-batch."""
 
     stage: int
     kind: str
@@ -78,7 +78,7 @@ class Schedule:
 
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
-        """The (stage, micro-batch) pairs whose forward runs again."""
+        """The (stage, micro-batch) pairs with a recomputed forward."""
         return frozenset((a.stage, a.microbatch) for order in self.orders for a in order if a.kind == "R")
 
     @property
@@ -86,13 +86,13 @@ class Schedule:
         return bool(self.kinds - {"F"})
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that ``rank`` holds, in the order of the model."""
+        """The stages on ``rank``, in the order of the model."""
         return tuple(s for s, r in enumerate(self.placement) if r == rank)
 
     def first(self, num_microbatches: int) -> Schedule:
-        """The same order for the first ``num_microbatches`` only.
+        """The same order, restricted to the first ``num_microbatches``.
 
-        Dropping micro-batches keeps a schedule valid: no action waits for another micro-batch's data.
+        The schedule stays valid, because no action depends on another micro-batch.
         """
         if num_microbatches > self.num_microbatches:
             raise ScheduleError(
@@ -105,7 +105,7 @@ class Schedule:
     def of(
         cls, name: str, placement: Sequence[int], orders: Iterable[Iterable[Action]], num_microbatches: int
     ) -> Schedule:
-        """A schedule from any iterables."""
+        """Build a schedule from any iterables."""
         return cls(name, tuple(placement), tuple(tuple(order) for order in orders), num_microbatches)
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class Schedule:
         return str(_registry.viz().schedule_html(self))
 
 
-# Placements: which rank holds which stage.
+# Placements of stages on ranks.
 #
 #     loop, 2 ranks x 2        V, 2 ranks x 2
 #
@@ -131,12 +131,12 @@ def loop(p: int, v: int = 1) -> tuple[int, ...]:
 
 
 def vee(p: int) -> tuple[int, ...]:
-    """Two stages on each of ``p`` ranks, in a V: the first rank holds the first and the last stage."""
+    """Two stages on each of ``p`` ranks, in a V: the first rank has the first and the last stage."""
     return (*range(p), *reversed(range(p)))
 
 
 def edges_of(schedule: Schedule, edges: Iterable[Edge] | None = None) -> tuple[Edge, ...]:
-    """The given edges, checked and without duplicates; by default, a chain in which each stage feeds the next."""
+    """Validate edges and remove duplicates. By default, each stage has an edge to the next one."""
     num_stages = schedule.num_stages
     if edges is None:
         return tuple((s, s + 1) for s in range(num_stages - 1))
@@ -144,14 +144,14 @@ def edges_of(schedule: Schedule, edges: Iterable[Edge] | None = None) -> tuple[E
     for src, dst in unique:
         if not 0 <= src < dst < num_stages:
             raise ScheduleError(
-                f"edge {src}->{dst} is not possible: an edge goes from a stage to a later one, "
+                f"edge {src}->{dst} is not possible: an edge connects a stage to a later one, "
                 f"and there are {num_stages} stages (0..{num_stages - 1})"
             )
     return unique
 
 
 def neighbours(num_stages: int, edges: Iterable[Edge]) -> tuple[list[list[int]], list[list[int]]]:
-    """For each stage, the stages that feed it, and the stages it feeds."""
+    """The source stages of each stage, and the target stages of each stage."""
     sources: list[list[int]] = [[] for _ in range(num_stages)]
     targets: list[list[int]] = [[] for _ in range(num_stages)]
     for src, dst in edges:
@@ -163,19 +163,20 @@ def neighbours(num_stages: int, edges: Iterable[Edge]) -> tuple[list[list[int]],
 def topological_runs(
     schedule: Schedule, edges: Iterable[Edge]
 ) -> tuple[list[tuple[int, int, int]], dict[int, tuple[int, int]]]:
-    """A topological order of a schedule's actions, and the ranks that cannot finish, in linear time.
+    """Sort a schedule's actions topologically, and find the ranks that are blocked forever, in linear time.
 
-    The order is a list of runs (rank, begin, end) for ``orders[rank][begin:end]``. A rank that cannot finish has the
-    position where it waits, and the stage whose action on the same micro-batch it waits for.
-    A forward waits for the forwards of the stages that feed it, a backward for the backwards of the stages it feeds.
-    Sends do not block and receives are posted in the sender's order, so nothing else waits. Dependencies within a
-    stage are a matter of one rank's order, and are checked by ``verify``.
+    The order is a list of runs (rank, begin, end) for ``orders[rank][begin:end]``. For a blocked rank, the result is
+    the position of the action that cannot start, and the stage whose action on the same micro-batch is missing.
+
+    A forward depends on the forwards of the source stages, a backward on the backwards of the target stages. Sends do
+    not block and receives are posted in the sender's order, so ranks have no other dependencies. ``verify`` checks the
+    dependencies within a stage.
     """
     m, size = schedule.num_microbatches, schedule.num_stages * schedule.num_microbatches
     sources, targets = neighbours(schedule.num_stages, edges)
     done = bytearray(2 * size)  # forward of stage s on micro-batch k at s*m + k, backward at size + s*m + k
     position = [0] * schedule.num_ranks
-    waiting: dict[int, list[int]] = {}  # index in done -> ranks that wait for it
+    waiting: dict[int, list[int]] = {}  # index in done -> blocked ranks
     blocked: dict[int, tuple[int, int]] = {}
     runs = []
     ready = list(reversed(range(schedule.num_ranks)))
@@ -212,9 +213,10 @@ def topological_runs(
 
 
 def merge_ranks(schedule: Schedule, edges: Iterable[Edge], merged: Sequence[int]) -> Schedule:
-    """The same actions on fewer ranks: rank ``merged[r]`` runs the actions of rank ``r``, in their order.
+    """Run the same actions on fewer ranks: rank ``merged[r]`` runs the actions of rank ``r``, in their order.
 
-    Each original rank runs until it must wait for another, so GPipe runs its stages one after another::
+    The actions of an original rank are contiguous up to an action that depends on another rank. So GPipe runs its
+    stages one after another::
 
         rank 0: 0F0 0F1 .   .   .   0B0 0B1        rank 0: 0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1
         rank 1: .   1F0 1F1 1B0 1B1
@@ -226,16 +228,16 @@ def merge_ranks(schedule: Schedule, edges: Iterable[Edge], merged: Sequence[int]
     return Schedule.of(schedule.name, placement, orders, schedule.num_microbatches)
 
 
-# Recompute as part of a schedule: an ``R`` before each backward whose forward is run again.
+# Recompute as part of a schedule: an ``R`` before the backward of each recomputed forward.
 #
 #     1f1b, rank 1     1F0 1F1 1B0 1F2 1B1 …        keeps the activations of two forwards
 #     always           1F0 1F1 1R0 1B0 1F2 1R1 1B1  keeps two inputs, and the activations of one forward
-#                                  └ runs while the gradient is still in transit
+#                                  └ runs while the gradient is in transit
 
 MODES = ("never", "except_last", "always")
 
 Recompute = str | Sequence[str] | Mapping[int, str]
-"""One mode for all stages, one per stage, or a mapping from stages to modes; other stages are "never"."""
+"""One mode for all stages, one mode per stage, or a mapping from stages to modes with "never" as the default."""
 
 
 def recompute_modes(recompute: Recompute, stages: int) -> tuple[str, ...]:
@@ -259,11 +261,11 @@ def recompute_modes(recompute: Recompute, stages: int) -> tuple[str, ...]:
 
 
 def with_recompute(schedule: Schedule, modes: Sequence[str]) -> Schedule:
-    """The schedule with an ``R`` right before each backward of the micro-batches selected by ``modes``.
+    """Insert an ``R`` directly before each backward of the micro-batches selected by ``modes``.
 
     ``R`` and backward are adjacent, so a rank holds at most one recomputed micro-batch. ``R`` has no inputs from other
-    ranks, so it runs while the rank waits for the gradient. ``"except_last"`` does not recompute the last micro-batch,
-    whose activations are kept. Recomputes that the schedule already has are unchanged.
+    ranks, so it runs while the rank waits for the gradient. ``"except_last"`` keeps the activations of the last
+    micro-batch. Recomputes that the schedule already has are unchanged.
     """
     last = schedule.num_microbatches - 1
     orders = []

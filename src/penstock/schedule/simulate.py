@@ -1,4 +1,4 @@
-"""When every action of a schedule would run: times, bubbles and memory, without running it.
+"""Simulation of a schedule: start and end of each action, bubbles, and memory over time.
 
 rank 0  F0  F1  ..  ..  B0  B1      a rank starts an action when the previous one is done
 rank 1  ..  F0  F1  B0  B1  ..      and its inputs have arrived
@@ -28,38 +28,38 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        """When the last rank is done."""
+        """The end of the last action."""
         return max(ends[-1] for ends in self.ends)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each rank, the sum of the durations of its actions."""
+        """The sum of the durations of its actions, per rank."""
         times = self.costs.durations(self.schedule.num_stages)
         return tuple(sum(times[kind][stage] for stage, kind, _ in order) for order in self.schedule.orders)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """For each rank, the fraction of the makespan in which it is idle."""
-        return tuple(_idle(busy, self.makespan) for busy in self.busy)
+        """The idle fraction of the makespan, per rank."""
+        return tuple(_idle_fraction(busy, self.makespan) for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """The fraction of all ranks' time, up to the makespan, in which they are idle."""
-        return _idle(sum(self.busy), self.makespan * self.schedule.num_ranks)
+        """The idle fraction of the makespan, over all ranks."""
+        return _idle_fraction(sum(self.busy), self.makespan * self.schedule.num_ranks)
 
     @property
     def span_bubble(self) -> float:
-        """The bubble when the next step may start on each rank as soon as it is done with this one.
+        """The bubble without a barrier between steps: each rank starts the next step when it has finished this one.
 
-        Time then counts from a rank's own first action to its own last, and the longest such span decides.
-        This is the bubble that "zero bubble" schedules bring to zero; ``bubble`` is what a barrier leaves.
+        The period of a step is then the longest time from a rank's first action to its last. "Zero-bubble" schedules
+        have a ``span_bubble`` of 0, and a ``bubble`` above 0.
         """
         span = max(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True))
-        return _idle(sum(self.busy), span * self.schedule.num_ranks)
+        return _idle_fraction(sum(self.busy), span * self.schedule.num_ranks)
 
     @cached_property
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """For each rank, its memory over time: (time, memory from then on)."""
+        """Memory over time, per rank, as pairs (time, memory from this time on)."""
         if not self.schedule.trains:
             return (((0.0, 0.0),),) * self.schedule.num_ranks
         sizes, keeps, checkpoints = (
@@ -87,7 +87,7 @@ class Simulation:
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """For each rank, the maximum of ``memory``."""
+        """The maximum of ``memory``, per rank."""
         return tuple(max(kept for _, kept in curve) for curve in self.memory)
 
     def _repr_html_(self) -> str:
@@ -95,17 +95,17 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edge] | None = None) -> Simulation:
-    """Compute when each action runs if every action starts as early as its rank and its inputs allow.
+    """Verify a schedule, and compute the times of its actions if each starts as early as its rank and inputs allow.
 
-    The schedule is verified first. The simulation is one pass over its actions in topological order.
+    The simulation is one pass over the actions in topological order.
     """
     costs = costs or Costs()
     edges = edges_of(schedule, edges)
     report = verify(schedule, edges)
     times = costs.durations(schedule.num_stages)
-    # By kind of action and stage: the arrivals that it waits for; and the arrivals, latency and transfer time of each
-    # edge that it sends on, with the time when its channel is free again. Forward and backward traffic have separate
-    # channels, one per direction between two ranks.
+    # By kind of action and stage: the arrival times of its inputs; and for each outgoing edge the arrival times, the
+    # latency, the transfer time, and the time from which its channel is free. Forward and backward messages have
+    # separate channels, one per direction between two ranks.
     stages = range(schedule.num_stages)
     incoming: dict[str, list[list[list[float]]]] = {kind: [[] for _ in stages] for kind in "FBW"}
     outgoing: dict[str, list[list[tuple[list[float], float, float, list[float]]]]] = {
@@ -143,7 +143,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, edges: Iterable[Edg
     return Simulation(schedule, costs, report, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
-def _idle(busy: float, total: float) -> float:
+def _idle_fraction(busy: float, total: float) -> float:
     """The fraction of ``total`` that is not ``busy``; 0 where ``total`` is 0."""
     return max(0.0, 1 - busy / total) if total else 0.0
 
@@ -160,4 +160,4 @@ class Prediction:
     by: str
     memory: tuple[float, ...] | None = None  # in total: parameters, gradients, optimizer states, activations
     saved: tuple[float, ...] | None = None  # activations saved for the backward
-    samples: int | None = None  # samples per micro-batch for which it holds; None: any
+    samples: int | None = None  # samples per micro-batch that it is valid for; None: any number

@@ -1,6 +1,6 @@
-"""Schedules as text and as the CSV of torch.distributed.pipelining.
+"""Text and CSV formats of schedules; the CSV is that of torch.distributed.pipelining.
 
-The text form has a line for each rank, with its actions in order:
+The text form has one line per rank, with its actions in order:
 
     # name: 1f1b
     0F0 0F1 0B0 0B1
@@ -8,7 +8,7 @@ The text form has a line for each rank, with its actions in order:
 
 Blank lines and other comments are ignored. A rank without actions is a line with a single ``-``.
 
-The CSV has a row for each rank, a cell for each action, and empty cells for idle time.
+The CSV has one row per rank, one cell per action, and empty cells for idle time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Action, Schedule
 
 _LocatedAction = tuple[str, Action]
-"""The location of an action in its file ("line 2, column 5"), and the action."""
+"""An action and its location in the file ("line 2, column 5")."""
 
 _NAME = re.compile(r"#\s*name:\s*(.*\S)")
 
@@ -33,7 +33,7 @@ def to_text(schedule: Schedule) -> str:
 
 
 def from_text(text: str) -> Schedule:
-    """The inverse of ``to_text``; without a ``# name:`` the schedule's name is "custom"."""
+    """The inverse of ``to_text``. Without a line ``# name: …``, the schedule's name is "custom"."""
     name = "custom"
     rows: list[list[_LocatedAction]] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -47,7 +47,7 @@ def from_text(text: str) -> Schedule:
 
 
 def _parse_action(place: str, cell: str) -> Action:
-    """One action; an error names its location."""
+    """Parse one action; an error has its location."""
     try:
         return Action.parse(cell)
     except ScheduleError as error:
@@ -55,11 +55,11 @@ def _parse_action(place: str, cell: str) -> Action:
 
 
 def _from_rows(name: str, rows: Sequence[Iterable[_LocatedAction]]) -> Schedule:
-    """A schedule from its rows. A stage is placed on the rank in whose row it occurs."""
+    """Build a schedule from the rows of its ranks. The row of its actions determines the rank of a stage."""
     orders: list[list[Action]] = [[] for _ in rows]
     rank_of: dict[int, int] = {}
-    stages: dict[int, str] = {}  # and the location of its first action
-    microbatches: dict[int, str] = {}
+    stages: dict[int, str] = {}  # stage -> location of its first action
+    microbatches: dict[int, str] = {}  # micro-batch -> location of its first action
     for rank, row in enumerate(rows):
         for place, action in row:
             owner = rank_of.setdefault(action.stage, rank)
@@ -72,7 +72,7 @@ def _from_rows(name: str, rows: Sequence[Iterable[_LocatedAction]]) -> Schedule:
             microbatches.setdefault(action.microbatch, place)
             orders[rank].append(action)
     if not stages:
-        raise ScheduleError("there is no action in this schedule; expected a line for each rank, as in '0F0 0F1 0B0'")
+        raise ScheduleError("there is no action in this schedule; expected one line per rank, as in '0F0 0F1 0B0'")
     for what, seen in (("stage", stages), ("micro-batch", microbatches)):
         gap = next(number for number in range(len(seen) + 1) if number not in seen)
         if gap < max(seen):
@@ -87,15 +87,15 @@ def _from_rows(name: str, rows: Sequence[Iterable[_LocatedAction]]) -> Schedule:
 
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 _LOWERED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]\d+)")
-"""Actions that torch adds to a schedule before it runs it; our own lowering adds its own."""
+"""Communication that torch adds to a schedule. ``from_csv`` drops it, because ``lower`` adds communication."""
 
 
 def to_csv(schedule: Schedule) -> str:
-    """CSV that torch's runtime loads as a "compute_only" schedule."""
+    """The CSV form of a schedule, which torch's runtime loads as "compute_only"."""
     if "R" in schedule.kinds:
         raise ScheduleError(
-            f"schedule {schedule.name!r} has recompute actions (R), which torch.distributed.pipelining does not know; "
-            "write it with to_text instead"
+            f"schedule {schedule.name!r} has recompute actions (R), which torch.distributed.pipelining does not "
+            "support; write it with to_text"
         )
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(map(str, order) for order in schedule.orders)
@@ -103,7 +103,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "custom") -> Schedule:
-    """A schedule written by torch, "compute_only" or "compute_comms". Overlapped actions become sequential."""
+    """Read CSV written by torch, "compute_only" or "compute_comms". Overlapped actions become sequential."""
     try:
         table = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:

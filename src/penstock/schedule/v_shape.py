@@ -1,17 +1,17 @@
-"""V-shaped schedules: each rank holds a stage of the first half of the model and one of the second.
+"""V-shaped schedules: each rank has a stage of the first half of the model and one of the second half.
 
-The path of one micro-batch decides both time and memory. All micro-batches follow the same path, six slots apart (F, I
-and W of two stages), so a rank holds as many activations as a micro-batch spends slots there, divided by six. On a V,
-the ranks on which a micro-batch starts early are those on which it ends late, and the hops (slots per rank) can be
-chosen so that every rank holds the same. With hops of one slot, on 4 ranks (V-Min)::
+The path of one micro-batch determines both time and memory. All micro-batches have the same path, six slots apart (F, I
+and W of two stages). So a rank holds one activation for every six slots between F and W on this path. On a V, a
+micro-batch that starts early on a rank also ends late there, and the hops (slots per rank) can be chosen so that all
+ranks hold the same memory. With hops of one slot, on 4 ranks (V-Min)::
 
     rank 0: F . . . . . . F I . . . . . . I      F down and up the V, then I down and up: on every rank, the
     rank 1: . F . . . . F . . I . . . . I .      residence times of the two stages add up to about 4p slots,
     rank 2: . . F . . F . . . . I . . I . .      which is 4p/6 activations of a stage, or p/3 of a rank
     rank 3: . . . F F . . . . . . I I . . .
 
-These paths give each action its preferred slot; compacting them makes the schedule. DualPipeV runs forwards of one
-direction of the V beside backwards of the other, in eight phases.
+These paths define the preferred slot of each action. List scheduling by preferred slots gives the schedule. DualPipeV
+pairs forwards of one half of the model with backwards of the other half, in eight phases.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from penstock.schedule.registry import register
 from penstock.schedule.schedule import Action, Schedule, vee
 
 
-@register("zbv", "split backward on a V; no pause once begun, 1F1B's memory", v=2, memory="p")
+@register("zbv", "split backward on a V; no idle time after the first action, 1F1B's memory", v=2, memory="p")
 def zbv(p: int, m: int) -> Schedule:
-    """ZB-V: zero bubble in 1F1B's memory, p activations. A rank works without a pause from its first action (m >= 2p).
+    """ZB-V: no rank is idle between its first and its last action (m >= 2p), with 1F1B's memory, p activations.
 
     p=2, m=4; the digit before the letter is the stage, every action takes one column::
 
@@ -36,9 +36,9 @@ def zbv(p: int, m: int) -> Schedule:
     return v_schedule("zbv", p, m, hops=(4, 2, 4, 2), cap=2 * p)
 
 
-@register("v_half", "on a V, about half of 1F1B's memory", v=2, memory="p // 2 + 1")
+@register("v_half", "split backward on a V; about half of 1F1B's memory", v=2, memory="p // 2 + 1")
 def v_half(p: int, m: int) -> Schedule:
-    """V-Half: about half of 1F1B's bubble in half of its memory, p // 2 + 1 activations.
+    """V-Half: about half of 1F1B's bubble and half of its memory, p // 2 + 1 activations.
 
     p=3, m=3; the digit before the letter is the stage, every action takes one column::
 
@@ -49,9 +49,9 @@ def v_half(p: int, m: int) -> Schedule:
     return v_schedule("v_half", p, m, hops=(2, 1, 2, 1), cap=(p + 2) // 2 * 2)
 
 
-@register("v_min", "on a V, about a third of 1F1B's memory", v=2, memory="(p + 4) // 3")
+@register("v_min", "split backward on a V; about a third of 1F1B's memory", v=2, memory="(p + 4) // 3")
 def v_min(p: int, m: int) -> Schedule:
-    """V-Min: the least memory, (p + 4) // 3 activations, and still less bubble than 1F1B.
+    """V-Min: the least memory, (p + 4) // 3 activations, with less bubble than 1F1B.
 
     p=4, m=2; the digit before the letter is the stage, every action takes one column::
 
@@ -64,16 +64,16 @@ def v_min(p: int, m: int) -> Schedule:
 
 
 def v_schedule(name: str, p: int, m: int, hops: tuple[int, int, int, int], cap: int) -> Schedule:
-    """The V-shaped schedule for ``hops`` (slots per rank of F down, F up, I down, I up), compacted.
+    """List-schedule a V for ``hops`` (slots per rank of F down, F up, I down, I up).
 
-    No rank holds more than ``cap`` activations of a stage. All ranks are list-scheduled in lockstep, one action per
-    slot, as early as possible. A rank runs the action with the earliest preferred slot. If that lacks its input or
-    memory, it runs a W; without a W, the next action that is ready, except that it starts micro-batches early only
+    No rank holds more than ``cap`` activations of a stage. All ranks are scheduled in lockstep, one action per slot, as
+    early as possible. A rank runs the action with the earliest preferred slot. If its input or memory is missing, the
+    rank runs a W. If no W is pending, it runs the next action that is ready; it starts another micro-batch early only
     while it holds fewer than ``ahead`` of its first stage.
     """
     f_down, f_up, i_down, i_up = hops
-    # The two residence times on a rank are sum(hops) * (p - 1) + 12 slots, W included. Slots that the cap allows beyond
-    # that are spent on rank 0, between the last F and the first I, which lengthens both residence times.
+    # The two residence times on a rank are sum(hops) * (p - 1) + 12 slots, W included. If the cap allows more, the
+    # spare slots are on rank 0, between the last F and the first I, and extend both residence times.
     spare = (6 * cap - sum(hops) * (p - 1) - 12) // 2
     f_end = (f_down + f_up) * (p - 1) + 1
     i_start = f_end + 1 + spare
@@ -84,7 +84,7 @@ def v_schedule(name: str, p: int, m: int, hops: tuple[int, int, int, int], cap: 
         f_up_time, i_down_time = f_end - f_up * r, i_start + i_down * r
         forwards = [(f_down * r, down, "F"), (f_up_time, up, "F")]
         slots.append([*forwards, (i_down_time, up, "I"), (i_end - i_up * r, down, "I")])
-        # A rank that runs ahead leaves memory for its second stage: from its F to the end of its W.
+        # A rank that runs ahead reserves memory for its second stage, from its F to the end of its W.
         ahead.append(cap - -(-(i_down_time + 2 - f_up_time) // 6))
     last = 2 * p - 1
     done = {kind: [0] * (2 * p) for kind in "FIW"}  # micro-batches, by kind and stage
@@ -123,12 +123,12 @@ def v_schedule(name: str, p: int, m: int, hops: tuple[int, int, int, int], cap: 
     return Schedule.of(name, vee(p), orders, m)
 
 
-@register("dualpipev", "on a V, forwards beside backwards, in eight phases", v=2, memory="p + 0.5")
+@register("dualpipev", "on a V; pairs forwards with backwards, in eight phases", v=2, memory="p + 0.5")
 def dualpipev(p: int, m: int) -> Schedule:
-    """In the main phase, a forward runs next to a backward of another micro-batch, so that each can hide the
-    other's communication. A backward is split only where its weight gradient fills a gap.
+    """In the main phase, each forward is paired with a backward of another micro-batch, so that the computation of one
+    can overlap the communication of the other. A backward is split only where its weight gradient fills a gap.
 
-    The phases need 2p micro-batches; for fewer, the schedule is that of the first m of 2p.
+    The phases need 2p micro-batches. For fewer, the schedule is restricted to the first m of 2p.
 
     p=2, m=4; the digit before the letter is the stage, a backward ``B`` takes two columns::
 
@@ -137,11 +137,11 @@ def dualpipev(p: int, m: int) -> Schedule:
     """
     if m < 2 * p:
         return dualpipev(p, 2 * p).first(m)
-    return Schedule.of("dualpipev", vee(p), (_phases(p, m, r) for r in range(p)), m)
+    return Schedule.of("dualpipev", vee(p), (_dualpipev_order(p, m, r) for r in range(p)), m)
 
 
-def _phases(p: int, m: int, r: int) -> Iterator[Action]:
-    """The order of rank r. Index 0 is its stage of the first half of the model, index 1 that of the second half."""
+def _dualpipev_order(p: int, m: int, r: int) -> Iterator[Action]:
+    """The order of rank r. Index 0 is its stage in the first half of the model, index 1 the one in the second half."""
     stages = (r, 2 * p - 1 - r)
     next_microbatch = {(i, kind): count() for i in (0, 1) for kind in "FB"}
     deferred: deque[Action] = deque()
@@ -164,7 +164,7 @@ def _phases(p: int, m: int, r: int) -> Iterator[Action]:
     for _ in range(r + 1):  # 2. forwards of both halves
         yield forward(0)
         yield forward(1)
-    for _ in range(p - r - 1):  # 3. the first gradients; W fills the wait for the next forward
+    for _ in range(p - r - 1):  # 3. the first gradients; W runs while the rank waits for the next forward
         yield input_gradient(1)
         yield weight_gradient()
         yield forward(1)
@@ -173,13 +173,13 @@ def _phases(p: int, m: int, r: int) -> Iterator[Action]:
         yield backward(1)
         yield forward(1)
         yield backward(0)
-    for _ in range(p - r - 1):  # 5. no forwards left in the first half
+    for _ in range(p - r - 1):  # 5. no forwards remain in the first half
         yield backward(1)
         yield forward(1)
         yield backward(0)
-    for i in range(2 * (r + 1)):  # 6. nor in the second; W is deferred in the second part of this phase
+    for i in range(2 * (r + 1)):  # 6. only backwards; W is deferred in the second half of this phase
         yield (backward if i <= r else input_gradient)(1 - i % 2)
-    for _ in range(p - r - 1):  # 7. W fills the wait for the last gradients
+    for _ in range(p - r - 1):  # 7. W runs while the rank waits for the last gradients
         yield weight_gradient()
         yield input_gradient(0)
     while deferred:  # 8. the remaining W

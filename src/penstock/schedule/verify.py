@@ -1,4 +1,4 @@
-"""Whether a schedule can run: complete, in order, free of deadlock; and how much each rank keeps at its peak."""
+"""Verification of schedules: completeness, order, freedom from deadlock, and the peak memory of each rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class MemoryReport:
     """Peak counts, one entry per rank.
 
     ``peak_in_flight`` counts (stage, micro-batch) pairs between the forward and the end of their last
-    backward work (``B``, or the ``W`` after ``I``); a schedule without backwards keeps none.
+    backward action (``B`` or ``W``). It is 0 for a schedule without backwards.
     ``peak_activations`` is ``peak_in_flight`` divided by the number of stages on the rank.
     ``peak_deferred`` counts pairs whose ``I`` is done and whose ``W`` is not.
     """
@@ -42,12 +42,12 @@ _DEFERRED = {"F": 0, "R": 0, "B": 0, "I": 1, "W": -1}
 
 
 def verify(schedule: Schedule, edges: Iterable[Edge] | None = None) -> MemoryReport:
-    """Check that ``schedule`` can run, and count what each rank keeps at its peak.
+    """Check that ``schedule`` can run, and count the micro-batches in flight on each rank.
 
-    ``edges`` are the (source stage, destination stage) pairs between which values flow; by default each
-    stage feeds the next. Channels are FIFO, receives are posted in the sender's order and sends do not
-    block, so a schedule deadlocks exactly when its orders and its data dependencies together have a cycle.
-    Raises ``ScheduleError`` naming the action, the rank and, for a deadlock, the cycle.
+    ``edges`` are pairs (source stage, destination stage); by default each stage has an edge to the next one. Channels
+    are FIFO, receives are posted in the sender's order and sends do not block. So a schedule deadlocks if and only if
+    the orders of its ranks and the data dependencies together have a cycle. Raises ``ScheduleError`` with the action,
+    the rank and, for a deadlock, the cycle.
     """
     num_ranks, num_stages, m = schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
     for what, number in (("ranks", num_ranks), ("stages", num_stages), ("micro-batches", m)):
@@ -63,27 +63,27 @@ def verify(schedule: Schedule, edges: Iterable[Edge] | None = None) -> MemoryRep
     report = _check_orders(schedule)
     _, blocked = topological_runs(schedule, edges)
     if blocked:
-        _deadlock(schedule, blocked)
+        _fail_deadlock(schedule, blocked)
     return report
 
 
 def _check_orders(schedule: Schedule) -> MemoryReport:
-    """Every stage runs each action once, in a legal order, on its own rank. Counts in-flight work on the way."""
+    """Check that each stage runs its actions once, in a valid order, on its own rank; count micro-batches in flight."""
     m, num_stages, placement = schedule.num_microbatches, schedule.num_stages, schedule.placement
     if num_stages * m > sum(map(len, schedule.orders)):  # too few actions: do not allocate for a huge m
         present = {(a.stage, a.microbatch) for order in schedule.orders for a in order}
         pairs = ((stage, microbatch) for stage in range(num_stages) for microbatch in range(m))
-        _incomplete(schedule, *next(pair for pair in pairs if pair not in present), _NOTHING)
+        _fail_incomplete(schedule, *next(pair for pair in pairs if pair not in present), _NOTHING)
     state = bytearray(num_stages * m)
     flights, deferreds = [], []
     for rank, order in enumerate(schedule.orders):
         flight = peak_flight = deferred = peak_deferred = 0
         for position, (stage, kind, microbatch) in enumerate(order):
             if not (0 <= stage < num_stages and 0 <= microbatch < m and placement[stage] == rank):
-                _illegal(schedule, rank, position)
+                _fail_illegal(schedule, rank, position)
             state_after = _TRANSITIONS[state[stage * m + microbatch]].get(kind)
             if state_after is None:
-                _illegal(schedule, rank, position)
+                _fail_illegal(schedule, rank, position)
             state[stage * m + microbatch] = state_after
             flight += _IN_FLIGHT[kind]
             deferred += _DEFERRED[kind]
@@ -94,7 +94,7 @@ def _check_orders(schedule: Schedule) -> MemoryReport:
     wanted = _DONE if schedule.trains else _FORWARD
     if state.count(wanted) < len(state):
         index = next(i for i, s in enumerate(state) if s != wanted)
-        _incomplete(schedule, *divmod(index, m), state[index])
+        _fail_incomplete(schedule, *divmod(index, m), state[index])
     if not schedule.trains:
         flights = [0] * schedule.num_ranks
     counts = [placement.count(rank) for rank in range(schedule.num_ranks)]
@@ -102,9 +102,9 @@ def _check_orders(schedule: Schedule) -> MemoryReport:
     return MemoryReport(tuple(flights), shares, tuple(deferreds))
 
 
-def _illegal(schedule: Schedule, rank: int, position: int) -> NoReturn:
-    """An action of a stage or micro-batch that does not exist, of a stage on another rank, of unknown kind, repeated,
-    too early or too late, or a B together with I and W.
+def _fail_illegal(schedule: Schedule, rank: int, position: int) -> NoReturn:
+    """Raise the error for an action of a stage or micro-batch that does not exist, of a stage on another rank, of
+    unknown kind, repeated, too early or too late, or for a B together with I and W.
     """
     order = schedule.orders[rank]
     stage, kind, microbatch = order[position]
@@ -116,46 +116,46 @@ def _illegal(schedule: Schedule, rank: int, position: int) -> NoReturn:
 
     past, future = range(position), range(position + 1, len(order))
     if not 0 <= stage < stages:
-        why = f"{where} cannot be done there: there is no stage {stage}: there are {stages} (0..{stages - 1})"
+        why = f"{where} is not possible: there is no stage {stage}: there are {stages} (0..{stages - 1})"
     elif not 0 <= microbatch < m:
-        why = f"{where} cannot be done there: there is no micro-batch {microbatch}: there are {m} (0..{m - 1})"
+        why = f"{where} is not possible: there is no micro-batch {microbatch}: there are {m} (0..{m - 1})"
     elif schedule.placement[stage] != rank:
-        why = f"{where} cannot be done there: stage {stage} is on rank {schedule.placement[stage]}"
+        why = f"{where} is not possible: stage {stage} is on rank {schedule.placement[stage]}"
     elif kind not in COMPUTE:
         why = f"{where} is of an unknown kind: expected one of {', '.join(COMPUTE)}"
     elif (before := at(kind, past)) is not None:
-        why = f"{where} is there a second time: it is already at position {before}"
+        why = f"{where} occurs a second time: the first is at position {before}"
     elif kind in "BIW" and any(at(other, past) is not None for other in ("B" if kind in "IW" else "IW")):
-        why = f"{where} repeats backward work: a stage does B, or I and W, on a micro-batch, never both"
+        why = f"{where} repeats backward work: a stage runs B, or I and W, on a micro-batch, never both"
     elif kind == "R" and any(at(other, past) is not None for other in BACKWARD):
-        why = f"{where} comes too late: the backward is already done"
+        why = f"{where} is too late: the backward is before it"
     else:
         need = Action(stage, "I" if kind == "W" else "F", microbatch)
         after = at(need.kind, future)
         why = f"{where} needs {need} before it, which " + (
-            f"comes only at position {after}" if after is not None else "is missing"
+            f"is at position {after}" if after is not None else "is missing"
         )
     _fail(schedule, why, {rank: (position, "")})
 
 
-def _incomplete(schedule: Schedule, stage: int, microbatch: int, state: int) -> NoReturn:
-    """A stage does not finish a micro-batch."""
+def _fail_incomplete(schedule: Schedule, stage: int, microbatch: int, state: int) -> NoReturn:
+    """Raise the error for a stage that does not finish a micro-batch."""
     rank = schedule.placement[stage]
     order = schedule.orders[rank]
     if state == _NOTHING:
-        missing, rest = f"{stage}F{microbatch}", f"stage {stage} does nothing with micro-batch {microbatch}"
+        missing, rest = f"{stage}F{microbatch}", f"stage {stage} has no action on micro-batch {microbatch}"
     elif state == _INPUT:
-        missing, rest = f"{stage}W{microbatch}", f"{stage}I{microbatch} is there, its weight gradient is not"
+        missing, rest = f"{stage}W{microbatch}", f"{stage}I{microbatch} is present, but not its weight gradient"
     else:
         missing = f"{stage}B{microbatch}"
-        rest = f"{stage}F{microbatch} is there, its backward (B, or I and W) is not"
+        rest = f"{stage}F{microbatch} is present, but not its backward (B, or I and W)"
     positions = [i for i, a in enumerate(order) if (a.stage, a.microbatch) == (stage, microbatch)]
     mark = (positions[-1], f"{missing} does not follow") if positions else (len(order), f"{missing} is missing")
     _fail(schedule, f"{missing} of rank {rank} is missing: {rest}", {rank: mark})
 
 
-def _deadlock(schedule: Schedule, blocked: dict[int, tuple[int, int]]) -> NoReturn:
-    """Follow who waits for whom until a rank repeats: that is the cycle."""
+def _fail_deadlock(schedule: Schedule, blocked: dict[int, tuple[int, int]]) -> NoReturn:
+    """Raise the error for a deadlock: follow the waits from rank to rank until a rank repeats, which closes a cycle."""
     trail: list[int] = []
     rank = min(blocked)
     while rank not in trail:
@@ -179,7 +179,7 @@ def _deadlock(schedule: Schedule, blocked: dict[int, tuple[int, int]]) -> NoRetu
 
 
 _BEFORE, _AFTER = 5, 3
-"""Columns shown to the left and to the right of the marked one: the cause of a fault is usually before it."""
+"""Columns shown to the left and to the right of the marked one. The cause of an error is usually before it."""
 
 
 def _fail(schedule: Schedule, why: str, marks: Mapping[int, tuple[int, str]] | None = None) -> NoReturn:

@@ -84,7 +84,7 @@ def test_costs_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
     planned = ps.plan(model, costs=tmp_path / "costs.json", devices=2, batch=24, **QUICK)
     assert planned.configuration.samples * planned.microbatches >= 24
     other = ModelCosts(tuple(LayerCosts(f"x{i}", 1, 1, 1, 1, 0, 0, 0, 0) for i in range(2)), ())
-    with pytest.raises(ps.PlanError, match="those of another model"):
+    with pytest.raises(ps.PlanError, match="costs are of another model"):
         ps.plan(model, costs=other, devices=2, batch=4)
 
 
@@ -92,8 +92,8 @@ def test_costs_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
     ("how", "message"),
     [
         ({"devices": 0}, "devices=0 must be at least 1"),
-        ({"devices": []}, r"devices=\[\] must be how many ranks"),
-        ({"sample": None, "devices": 2}, "give sample=, what the model is called with"),
+        ({"devices": []}, r"devices=\[\] must be a number of ranks"),
+        ({"sample": None, "devices": 2}, "give sample=, the input of the model"),
         ({"devices": 2, "memory": "16 bananas"}, "is not a size"),
         ({"devices": 2, "memory": 40}, "nothing fits the memory of 40 bytes"),
     ],

@@ -39,10 +39,10 @@ def planned(**how: Any) -> ps.PlanResult:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"devices": "cpu"}, "devices='cpu' must be how many ranks there may be, or a list"),
-        ({"devices": torch.device("cpu")}, "must be how many ranks there may be, or a list"),
-        ({"devices": 2.0}, "devices=2.0 must be how many ranks"),
-        ({"devices": True}, "devices=True must be how many ranks"),
+        ({"devices": "cpu"}, "devices='cpu' must be a number of ranks, or a list"),
+        ({"devices": torch.device("cpu")}, "must be a number of ranks, or a list"),
+        ({"devices": 2.0}, "devices=2.0 must be a number of ranks"),
+        ({"devices": True}, "devices=True must be a number of ranks"),
         ({"devices": ["gpu"]}, "'gpu' is not a device"),
         ({"devices": [None]}, "None is not a device"),
         ({"devices": ["meta"]}, "device meta cannot run a stage"),
@@ -52,17 +52,17 @@ def planned(**how: Any) -> ps.PlanResult:
         ({"speeds": ["a", "b"]}, "speeds must be numbers above 0"),
         ({"speeds": [1, 2, 3]}, "speeds has 3 numbers, but there are 2 devices"),
         ({"speeds": [1, float("inf")]}, "speeds finite"),
-        ({"seconds": "x"}, "seconds='x': expected how long to search"),
-        ({"seconds": None}, "seconds=None: expected how long to search"),
+        ({"seconds": "x"}, "seconds='x': expected a search time above 0"),
+        ({"seconds": None}, "seconds=None: expected a search time above 0"),
         ({"seed": "a"}, "seed='a' must be a whole number"),
-        ({"measure_seconds": -1}, "measure_seconds=-1 must be how long to measure"),
+        ({"measure_seconds": -1}, "measure_seconds=-1 must be the measuring time"),
         ({"recompute": "always"}, "recompute='always' must be True"),
         ({"link": 1e-3}, r"link must be a Link\(latency, bandwidth\)"),
         ({"mesh": 3, "devices": None}, r"mesh must be ps.Mesh\(pipe=…\), got int"),
         ({"mesh": 3, "devices": None, "hardware": "h100"}, "leave out devices= and hardware="),
         ({"costs": {}}, "costs must be a Profile, ModelCosts or the name of their file, got dict"),
         ({"hardware": "h100"}, "give costs= or hardware=, not both"),
-        ({"costs": None, "sample": X, "hardware": "h100", "devices": ["cpu"]}, "must be how many of this hardware"),
+        ({"costs": None, "sample": X, "hardware": "h100", "devices": ["cpu"]}, "must be the number of devices"),
         ({"costs": None, "sample": X, "hardware": "h101"}, "did you mean 'h100'"),
     ],
 )
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_said_before_anything_is_measured(monkeypatch: pytest.M
 
 def test_costs_of_another_model_are_told_by_the_layer_that_differs() -> None:
     layers = [*costs().layers[:2], LayerCosts("other", *(1.0,) * 4, 1, 1, 1, 1), *costs().layers[3:]]
-    with pytest.raises(ps.PlanError, match="number 2 is 'other' here and '2' there"):
+    with pytest.raises(ps.PlanError, match="layer 2 is 'other' in the costs and '2' in the model"):
         planned(costs=ModelCosts(tuple(layers), costs().crossings))
 
 
@@ -117,8 +117,8 @@ def test_of_devices_that_differ_the_fastest_are_taken() -> None:
     [
         (lambda: costs(seconds=1e300), "layer '0': forward is 1e.300: it must be a number up to 1e.30"),
         (lambda: costs(seconds=10**400), "it must be a number up to 1e.30"),
-        (lambda: costs(kept_together=((0, 1, 5.0),)), "layer '1' has 1 bytes of activation, but is said to keep"),
-        (lambda: costs(shared=(SharedParameters((0, 5), 11.0),)), "'0' has 10 bytes of parameters, but .* to share 11"),
+        (lambda: costs(kept_together=((0, 1, 5.0),)), "1 bytes of activation, but 5 bytes are kept together"),
+        (lambda: costs(shared=(SharedParameters((0, 5), 11.0),)), "10 bytes of parameters, but 11 bytes are shared"),
     ],
 )
 def test_costs_that_cannot_be_name_the_layer(wrong: Any, message: str) -> None:

@@ -1,1 +1,1 @@
-"""The planner: from costs to cuts, a schedule and the number of devices."""
+"""The planner: computes cuts, a schedule and the number of devices from costs."""

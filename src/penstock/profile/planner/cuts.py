@@ -1,15 +1,15 @@
-"""Costs of ranges of layers and of the stages made of them; partitions with as little work as possible for any rank.
+"""Costs of ranges of layers and of stages; partitions of a model that minimize the time of the slowest rank.
 
     straight   rank 0 │ rank 1 │ rank 2                 one range of layers per rank
-    v          rank 0 │ rank 1 │ rank 2 │ 2 │ 1 │ 0      down and back up
-    loop       rank 0 │ rank 1 │ rank 2 │ 0 │ 1 │ 2      round after round
+    v          rank 0 │ rank 1 │ rank 2 │ 2 │ 1 │ 0      two ranges per rank, in a V
+    loop       rank 0 │ rank 1 │ rank 2 │ 0 │ 1 │ 2      several ranges per rank, round-robin
 
 The objective is the bottleneck: the time per micro-batch of the slowest rank (the sum of its stages, divided by its
-speed) or of the slowest channel (the bytes that cross its cut). Every rank stays within its memory: the static bytes
-of its stages, and the activations of its micro-batches in flight.
+speed) or of the slowest channel (the bytes sent at its cut). The memory of every rank limits the static bytes of its
+stages plus the activations of its micro-batches in flight.
 
-Straight partitions are exact, by dynamic programming. All others are balanced partitions, improved by local moves; the
-joint search moves their cuts further.
+Straight partitions are optimal, by dynamic programming. The others are balanced partitions, improved by local moves.
+The joint search moves their cuts further.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.schedule.schedule import Edge, loop, vee
 
 
 class Segments:
-    """Sums over layers ``i`` to ``j``, exclusive. Bytes that several layers share count once."""
+    """Sums over ranges of layers, ``i`` to ``j`` (exclusive). Bytes shared by several layers count once."""
 
     def __init__(self, costs: ModelCosts) -> None:
         self.costs, self.n = costs, len(costs.layers)
@@ -38,7 +38,7 @@ class Segments:
         self.work_before = _cumulative(self.layer_work)
         self._totals: dict[str, list[float]] = {}
         self._has_deferred = any(layer.deferred is not None for layer in layers)
-        self._ties: list[tuple[list[int], float]] = []  # layers, and their common static bytes
+        self._ties: list[tuple[list[int], float]] = []  # layers, and their shared static bytes
         for tie in costs.shared:
             own = sum(layers[i].parameters for i in tie.layers)
             static = sum(layers[i].static_bytes - layers[i].buffers for i in tie.layers)
@@ -52,7 +52,7 @@ class Segments:
                 values[crossing.src, key] = sorted([*destinations, crossing.dst]), size
         self._values = [(src, destinations, size) for (src, _), (destinations, size) in values.items()]
         self._inputs_at: dict[int, list[tuple[int, float]]] = {}
-        self.cut_bytes = [0.0] * (self.n + 1)  # that cross a cut before each layer; a value counts once
+        self.cut_bytes = [0.0] * (self.n + 1)  # bytes sent at a cut before each layer; a value counts once
         for src, destinations, size in self._values:
             for cut in range(src + 1, destinations[-1] + 1):
                 self.cut_bytes[cut] += size
@@ -91,9 +91,9 @@ class Segments:
         return self.total("deferred_bytes", i, j) if self._has_deferred else self.activation_bytes(i, j)
 
     def range_costs(self, i: int, j: int) -> tuple[float, float, float, float]:
-        """Recompute seconds, static bytes, activation bytes, and the part of these that is the input of the range.
+        """Recompute seconds, static bytes, activation bytes, and the bytes of the input of the range.
 
-        The input counts as part of the activation, as it is for linear layers and norms.
+        The input is assumed to be part of the activation, as for linear layers and norms.
         """
         found = self._range_cache.get((i, j))
         if found is None:
@@ -104,7 +104,7 @@ class Segments:
         return found
 
     def input_bytes(self, i: int, j: int) -> float:
-        """Bytes sent to the range for one micro-batch, which are kept to recompute it."""
+        """Bytes sent to the range for one micro-batch, which are kept for a recompute."""
         if i not in self._inputs_at:
             self._inputs_at[i] = [
                 (next(dst for dst in destinations if dst >= i), size)
@@ -121,7 +121,7 @@ def _cumulative(numbers: Iterable[float]) -> list[float]:
 # ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Cuts = tuple[int, ...]
-"""The layer at which each stage ends, exclusive; the last stage ends at the number of layers."""
+"""The end of each stage as a layer index, exclusive; that of the last stage is the number of layers."""
 
 Runs = Sequence[tuple[int, int]]
 """The layer ranges of a rank's stages."""
@@ -131,7 +131,7 @@ Runs = Sequence[tuple[int, int]]
 class Ranks:
     """Relative speed, memory in bytes, and micro-batches in flight of each rank.
 
-    ``recompute``: all stages, none, or (None) as few as the memory requires.
+    ``recompute``: all stages (True), none (False), or as few as the memory requires (None).
     """
 
     speed: tuple[float, ...]
@@ -144,7 +144,7 @@ class Ranks:
 
 
 def rank_runs(placement: Sequence[int], cuts: Cuts, p: int) -> list[list[tuple[int, int]]]:
-    """For each of ``p`` ranks: the layer ranges of its stages."""
+    """The layer ranges of the stages of each of ``p`` ranks."""
     runs: list[list[tuple[int, int]]] = [[] for _ in range(p)]
     for rank, run in zip(placement, pairwise((0, *cuts)), strict=True):
         runs[rank].append(run)
@@ -170,7 +170,7 @@ def rank_time(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> float:
 
 
 def choose_recompute(segments: Segments, ranks: Ranks, rank: int, runs: Runs) -> tuple[int, ...] | None:
-    """The ranges to recompute so that the rank fits its memory with the least extra work; None if impossible."""
+    """The ranges to recompute, with the least extra work, so that the rank fits its memory; None if impossible."""
     limit, in_flight = ranks.memory[rank], ranks.in_flight[rank]
     if ranks.recompute is not None or limit == inf:
         recomputed = tuple(range(len(runs))) if ranks.recompute else ()
@@ -195,7 +195,7 @@ def choose_recompute(segments: Segments, ranks: Ranks, rank: int, runs: Runs) ->
 
 
 def rank_bytes(segments: Segments, runs: Runs, recomputed: Sequence[int], in_flight: float) -> float:
-    """Peak bytes of a rank with ``in_flight`` micro-batches; at any time one recomputed range has its activations."""
+    """Peak bytes of a rank with ``in_flight`` micro-batches; at most one recomputed range holds its activations."""
     total, largest = 0.0, 0.0
     for number, run in enumerate(runs):
         _, static, kept, inputs = segments.range_costs(*run)
@@ -211,7 +211,7 @@ def rank_bytes(segments: Segments, runs: Runs, recomputed: Sequence[int], in_fli
 
 
 def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: Cuts) -> Costs:
-    """The costs of each stage on its rank. Compute time of messages counts to the actions around them."""
+    """The costs of each stage on its rank. Compute time of messages is part of the adjacent actions."""
     link, overhead = segments.costs.link, segments.costs.overhead
     runs = list(pairwise((0, *cuts)))
 
@@ -249,7 +249,7 @@ def stage_costs(segments: Segments, ranks: Ranks, placement: Sequence[int], cuts
 
 
 def edges_between(segments: Segments, cuts: Cuts) -> dict[Edge, float]:
-    """Bytes sent from stage to stage. Every stage has an edge to the next one, if only of 0 bytes."""
+    """Bytes sent from stage to stage. Every stage has an edge to the next one, which may have 0 bytes."""
     stages = [range(i, j) for i, j in pairwise((0, *cuts))]
     stage_of = [stage for stage, layers in enumerate(stages) for _ in layers]
     pairs = {(stage_of[crossing.src], stage_of[crossing.dst]) for crossing in segments.costs.crossings}
@@ -270,7 +270,7 @@ def placement_of(shape: str, p: int, v: int) -> tuple[int, ...]:
 
 
 def find_cuts(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> list[Cuts]:
-    """Balanced cuts, then the best straight ones, if they have a smaller bottleneck; none if none fit the memory."""
+    """Balanced cuts, and the optimal straight cuts if their bottleneck is smaller; empty if no cuts fit the memory."""
     start = balanced(segments, ranks, placement)
     found = [] if start is None else [start]
     if len(placement) == len(ranks):
@@ -296,7 +296,7 @@ def least_memory(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> 
 
 
 def _best_straight(segments: Segments, ranks: Ranks, limit: float) -> Cuts | None:
-    """The straight cuts with the smallest bottleneck below ``limit``.
+    """The straight cuts with the smallest bottleneck below ``limit``; None if there are none.
 
     Dynamic programming over ranks: ``best[j]`` is the smallest bottleneck of the ranks so far with the first j layers.
     """
@@ -308,7 +308,7 @@ def _best_straight(segments: Segments, ranks: Ranks, limit: float) -> Cuts | Non
             value = limit
             for begin in range(end - 1, rank - 1, -1):
                 if segments.work(begin, end) >= value * ranks.speed[rank]:
-                    break  # so would all ranges that begin earlier
+                    break  # ranges that begin earlier take longer
                 reached = max(before[begin], segments.cut_seconds[begin] if begin else 0.0)
                 if reached < value:
                     reached = max(reached, rank_time(segments, ranks, rank, [(begin, end)]))
@@ -328,7 +328,7 @@ def _best_straight(segments: Segments, ranks: Ranks, limit: float) -> Cuts | Non
 
 
 def balanced(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts | None:
-    """Stages of equal work, or of work in proportion to memory; then moves of a few cuts while the objective falls.
+    """Cut into stages of equal work, or of work in proportion to memory; then move cuts while the objective decreases.
 
     None if this finds no partition within the memory.
     """
@@ -347,7 +347,7 @@ def balanced(segments: Segments, ranks: Ranks, placement: Sequence[int]) -> Cuts
 
 
 def _even_cuts(segments: Segments, placement: Sequence[int], share: Sequence[float]) -> Cuts:
-    """Stages with work in proportion to the ``share`` of their ranks: each cut is at the layer next to its ideal."""
+    """Cuts for work in proportion to the ``share`` of each rank; each is at the layer boundary closest to the ideal."""
     before, stages = segments.work_before, len(placement)
     ideals = list(accumulate(share[rank] for rank in placement))
     cuts = [0]
@@ -359,9 +359,9 @@ def _even_cuts(segments: Segments, placement: Sequence[int], share: Sequence[flo
 
 
 class _LocalSearch:
-    """Moves cuts while their ``value`` falls. It is compared lexicographically: (missing memory as a fraction of the
-    limit, bottleneck, sum of the 8th powers of all times relative to it), so that fewer ranks at the bottleneck are
-    better."""
+    """Moves cuts while their ``value`` decreases, in lexicographic order: (missing memory as a fraction of the limit,
+    bottleneck, sum of the 8th powers of all times relative to it). The last part counts the ranks near the bottleneck.
+    """
 
     def __init__(self, segments: Segments, ranks: Ranks, placement: Sequence[int], cuts: list[int]) -> None:
         self.segments, self.ranks, self.placement, self.cuts = segments, ranks, placement, cuts
@@ -370,17 +370,17 @@ class _LocalSearch:
         self.missing = [0.0] * len(ranks)
         self.times = [self._evaluate(rank) for rank in range(len(ranks))]
         self.value = self._value()
-        while sum(map(self._move, self._near())) or any(map(self._move, self._pairs())):
+        while sum(map(self._move, self._adjacent_moves())) or any(map(self._move, self._paired_moves())):
             pass
 
-    def _near(self) -> Iterator[dict[int, int]]:
-        """Moves of up to three neighbouring cuts by one layer."""
+    def _adjacent_moves(self) -> Iterator[dict[int, int]]:
+        """Moves of one to three adjacent cuts by one layer."""
         inner = len(self.cuts) - 1
         for first, width, step in product(range(inner), (1, 2, 3), (-1, 1)):
             yield dict.fromkeys(range(first, min(first + width, inner)), step)
 
-    def _pairs(self) -> Iterator[dict[int, int]]:
-        """Moves of a cut of the slowest rank by one layer, together with any other cut."""
+    def _paired_moves(self) -> Iterator[dict[int, int]]:
+        """Moves of a cut of the slowest rank and of any other cut by one layer."""
         inner = range(len(self.cuts) - 1)
         slowest = self.times.index(max(self.times))
         ends = sorted({at for s in self.own[slowest] for at in (s - 1, s)} & set(inner))
@@ -389,7 +389,7 @@ class _LocalSearch:
                 yield {a: step, b: other}
 
     def _move(self, shifts: dict[int, int]) -> bool:
-        """Shift cuts by layers; undo it unless the value falls."""
+        """Shift cuts by layers; undo the move unless the value decreases."""
         cuts, before, times, missing = self.cuts, self.value, self.times[:], self.missing[:]
         for at, shift in shifts.items():
             cuts[at] += shift
@@ -405,7 +405,7 @@ class _LocalSearch:
         return False
 
     def _evaluate(self, rank: int) -> float:
-        """The rank's time; infinite if its memory is too small, and then ``missing`` says by how much."""
+        """The rank's time; infinite if its memory is too small. Sets ``missing`` to the missing fraction."""
         runs = [(self.cuts[s - 1] if s else 0, self.cuts[s]) for s in self.own[rank]]
         time, ranks = rank_time(self.segments, self.ranks, rank, runs), self.ranks
         self.missing[rank] = 0.0

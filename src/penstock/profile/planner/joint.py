@@ -1,14 +1,14 @@
-"""Search cuts and schedule together: uneven cuts pay off only with an order that is made for them.
+"""Joint search of cuts and schedule: uneven cuts are faster only with an order that is optimized for them.
 
     balanced cuts ──▶ an order for each ──▶ the best of them
 
-    ┌▶ neighbours: cuts moved by one layer, with the same order ──▶ improve the order of the best of these ─┐
-    └──────────────────── the best of them and of the current one, improved ◀───────────────────────────────┘
+    ┌▶ neighbours: cuts moved by one layer, with the same order ──▶ improve the orders of the best neighbours ─┐
+    └──────────────────── the best of these and of the current cuts ◀──────────────────────────────────────────┘
 
-Where memory is scarce, the set of recomputed stages is searched in the same way: as few as possible.
+If memory is limited, neighbours also differ in the set of recomputed stages.
 
-Effort is counted, not timed: the same arguments give the same result on every machine, except for orders of several
-thousand actions. This is the only module outside ``schedule.search`` that works on its encoded orders.
+The budget is a number of moves, not time: the same arguments give the same result on every machine, except for orders
+of several thousand actions. This is the only module outside ``schedule.search`` that uses its encoded orders.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from penstock.schedule.search.place_weight_grads import evaluate, place_weight_g
 from penstock.schedule.search.problem import Orders, Problem, make_problem
 from penstock.schedule.search.tabu import NodeTable, tabu_search
 
-DETERMINISTIC_ACTIONS = 4000  # for more actions, ``auto`` is timed, and orders are too slow to adapt
+DETERMINISTIC_ACTIONS = 4000  # for more actions, ``auto`` has a time limit, and orders are not adapted
 QUICK = 0.05  # seconds for the order of initial cuts
-START_SHARE = 1 / 40  # share of the time for the order to begin with: a better one would not adapt any more
-MOVES, NEIGHBOURS = 150, 3  # tabu moves at a time, on this many neighbours
-MAX_EFFORT = 4  # times as many moves where none helps
-EVALUATION_MOVES = 4  # evaluating a neighbour takes as long as this many moves
+START_SHARE = 1 / 40  # share of the time for the first order; a better order adapts worse to other cuts
+MOVES, NEIGHBOURS = 150, 3  # tabu moves per round and order; number of neighbours that are improved
+MAX_EFFORT = 4  # largest factor for the number of moves, while no move helps
+EVALUATION_MOVES = 4  # cost of evaluating a neighbour, in moves
 
 Point = tuple[Cuts, frozenset[int]]
-"""The cuts, and the recomputed stages."""
+"""Cuts and recomputed stages."""
 
 
 # ── orders ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -58,9 +58,9 @@ Point = tuple[Cuts, frozenset[int]]
 
 @dataclass(frozen=True)
 class StageProblem:
-    """Stages to schedule: their costs, which are recomputed, and the memory left on each rank for activations.
+    """Stages to schedule: their costs, the recomputed ones, and the memory for activations on each rank.
 
-    ``recompute_optional``: an order may keep activations of these stages where there is memory for them.
+    With ``recompute_optional``, an order may keep activations of the recomputed stages if memory allows.
     """
 
     costs: Costs
@@ -82,13 +82,13 @@ class StageProblem:
 
     @cached_property
     def problem(self) -> Problem:
-        """For the search of orders. Raises a ``ScheduleError`` if no order fits the memory."""
+        """The problem for the search of orders. ``ScheduleError`` if no order fits the memory."""
         problem, _ = make_problem(self.costs, self.placement, self.m, self.cap, self.costs.edges, self.recomputed)
         return replace(problem, recompute_optional=self.recompute_optional)
 
     @cached_property
     def lower_bound(self) -> float:
-        """No order is faster."""
+        """Lower bound of the makespan."""
         return lower_bound(self.problem)
 
 
@@ -109,10 +109,10 @@ def find_order(stages: StageProblem, seconds: float, seed: int = 0) -> SearchRes
 
 @dataclass(frozen=True)
 class AdaptedSchedule:
-    """An order for the stages of a point, made for other stages; ``seconds`` is infinite if it exceeds the memory.
+    """An order of other stages, adapted to those of a point; ``seconds`` is infinite if it exceeds the memory.
 
-    While cuts move, the order of actions is not searched again: it is adapted to the new stages and improved by tabu
-    search. Optional recomputes are dropped where there is memory for it.
+    After a move of cuts, the order of actions is adapted to the new stages and improved by tabu search, instead of
+    searched again. Optional recomputes are removed if memory allows.
     """
 
     point: Point
@@ -122,7 +122,7 @@ class AdaptedSchedule:
 
     @classmethod
     def of(cls, point: Point, stages: StageProblem, orders: Orders | Schedule) -> AdaptedSchedule:
-        """The orders with weight gradients where they are, or placed anew, whichever is faster."""
+        """Adapt the orders, with the present or with new positions of weight gradients, whichever is faster."""
         problem = stages.problem
         fused = problem.fusing_pays
         orders = encode(orders, fused) if isinstance(orders, Schedule) else with_recomputes(problem, orders)
@@ -135,7 +135,7 @@ class AdaptedSchedule:
         return cls(point, stages, best, seconds)
 
     def improved(self, moves: int, random: Random) -> AdaptedSchedule:
-        """The best order found by tabu search with this many moves."""
+        """The best order after ``moves`` moves of tabu search."""
         if self.seconds == inf:
             return self
         table, goal = NodeTable(self.stages.problem), self.stages.lower_bound
@@ -167,10 +167,10 @@ def joint_search(
     moves: bool = True,
     seed: int = 0,
 ) -> JointResult | None:
-    """The best cuts and schedule found in about ``seconds`` of CPU time; None if nothing fits the memory.
+    """Search cuts and a schedule for about ``seconds`` of CPU time; None if nothing fits the memory.
 
-    Without a memory limit, a rank stores no more activations than the fullest rank of 1F1B. Within a limit it stores
-    more if that makes the step faster. Without ``moves``, only the initial cuts are tried.
+    Without a memory limit, a rank holds at most as many activations as any rank of 1F1B. With a limit it may hold more,
+    if that makes the step faster. Without ``moves``, only the initial cuts are evaluated.
     """
     search = _Search(segments, ranks, m, placement_of(shape, len(ranks), v), seed)
     search.run(seconds, moves)
@@ -178,7 +178,7 @@ def joint_search(
 
 
 class _Search:
-    """All results so far, by their cuts and recomputed stages."""
+    """The state of a search: the results so far, by cuts and recomputed stages."""
 
     def __init__(self, segments: Segments, ranks: Ranks, m: int, placement: tuple[int, ...], seed: int) -> None:
         self.segments, self.ranks, self.m, self.placement, self.seed = segments, ranks, m, placement, seed
@@ -241,14 +241,14 @@ class _Search:
             self.found[point] = JointResult(point[0], stages.costs, found, memory)
 
     def first_order(self, point: Point, seconds: float) -> AdaptedSchedule:
-        """One more order for a point."""
+        """Search the order of a point that is adapted to other points."""
         stages = self.stages(point)
         assert stages is not None
         found = self.try_point(point, seconds) or self.found[point].result
         return AdaptedSchedule.of(point, stages, found.schedule)
 
     def alternate(self, current: AdaptedSchedule, random: Random, seconds: float) -> AdaptedSchedule:
-        """Alternately move cuts and improve the order, for about ``seconds`` of typical CPU time."""
+        """Move cuts and improve the order in alternation, for about ``seconds`` of typical CPU time."""
         effort, left = 1, seconds / current.stages.seconds_per_move
         while left > 0:
             near, before = [], current.seconds
@@ -260,7 +260,7 @@ class _Search:
                     near.append(AdaptedSchedule.of(point, stages, current.orders))
             near = sorted((one for one in near if one.seconds < inf), key=lambda one: one.seconds)
             if not near and before <= current.stages.lower_bound * (1 + 1e-9):
-                break  # neither other cuts nor another order can be better
+                break  # no neighbour and no order can be better
             improved = [one.improved(MOVES * effort, random) for one in (current, *near[:NEIGHBOURS])]
             left -= MOVES * effort * len(improved)
             current = min(improved, key=lambda one: one.seconds)
@@ -279,7 +279,7 @@ class _Search:
             self.add(adapted.point, stages, found)
 
     def _initial_points(self) -> Iterator[Point]:
-        """Cuts to start from, for many micro-batches in flight and for few, and the stages to recompute for each."""
+        """Initial cuts for different numbers of micro-batches in flight, with the stages to recompute for each."""
         p, m = len(self.ranks), self.m
         in_flight = [(float(count),) * p for count in sorted({min(m, p), min(m, max(1, p // 2)), 1})]
         in_flight.append(tuple(float(min(m, p - rank)) for rank in range(p)))
@@ -294,7 +294,8 @@ class _Search:
                 yield cuts, frozenset(recomputed)
 
     def _neighbours(self, point: Point) -> Iterator[Point]:
-        """Some adjacent cuts moved by one layer; or a stage of a rank recomputed, kept, or instead of another."""
+        """Points with some adjacent cuts moved by one layer; or with a stage added to the recomputed ones, removed from
+        them, or exchanged with another stage of its rank."""
         cuts, recomputed = point
         inner = cuts[:-1]
         for width in (1, 2, 4, 8):

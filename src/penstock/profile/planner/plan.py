@@ -1,4 +1,4 @@
-"""``ps.plan``: measure a model and search the fastest configuration that fits; also from costs or numbers alone."""
+"""``ps.plan``: measure a model and search the fastest configuration that fits; or plan from costs or model sizes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock.split.sample import sample_inputs
 from penstock.train.build import assign_devices
 from penstock.train.mesh import Mesh
 
-_num_plans: Counter[tuple[int, ...]] = Counter()  # plans of this process, by the ranks of the mesh
+_num_plans: Counter[tuple[int, ...]] = Counter()  # number of plans of this process, by the ranks of the mesh
 
 
 def plan(
@@ -62,22 +62,23 @@ def plan(
 ) -> PlanResult:
     """Profile ``model`` and pick stages, micro-batches and a schedule that fit the memory.
 
-    ``sample`` is the input of the model, with as many samples as the largest micro-batch may have. Layers are measured
-    on it, unless ``costs`` are given. It may be ``(inputs, targets)`` if the model takes one argument. ``batch`` is the
-    size of the mini-batch, by default that of the sample.
+    ``sample`` is the input of the model. Its number of samples is the limit for micro-batches. Layers are measured on
+    it, unless ``costs`` are given. If the model takes one argument, ``sample`` may be ``(inputs, targets)``. ``batch``
+    is the size of the mini-batch, by default that of the sample.
 
     ``devices`` are devices of this process, for a pipeline of threads that uses some or all of them. With ``replicas``
-    they are processes of a later run, the number of replicas is searched too, and the ``link`` between two processes is
-    measured if it is not given. Under ``mesh`` all ranks call this; the first one plans, and all get its result.
+    they are the processes of a later run, the number of replicas is searched too, and the ``link`` between two
+    processes is measured if it is not given. Under ``mesh`` all ranks call ``ps.plan``. The first rank plans, and all
+    ranks get its result.
 
-    ``memory`` is the limit of each device (bytes, ``"16GiB"``, or a list). The default is the memory of a GPU, and none
-    on a CPU, where a rank then stores no more activations than the fullest rank of 1F1B. ``speeds`` are the relative
-    speeds of devices. ``hardware="h100"`` plans for ``devices`` of that kind, which need not be present: FLOPs and
-    bytes of the layers are counted.
+    ``memory`` is the limit of each device (bytes, ``"16GiB"``, or a list), by default the memory of the GPU. A CPU has
+    no default limit; its ranks then hold at most as many activations as any rank of 1F1B. ``speeds`` are the relative
+    speeds of devices. ``hardware="h100"`` plans for ``devices`` of that kind, which need not be present: the times of
+    layers are computed from their FLOPs and bytes.
 
-    With ``recompute=None`` as few stages are recomputed as the memory requires; with True or False all or none.
-    ``cuts`` and ``blocks`` say where the model may be cut, as in ``ps.split``. With ``loss_fn`` and ``targets`` the
-    loss is measured too; ``optimizer`` determines the bytes of its state.
+    ``recompute=None`` recomputes as few stages as the memory requires, True all stages, False none. ``cuts`` and
+    ``blocks`` define where the model may be cut, as in ``ps.split``. With ``loss_fn`` and ``targets`` the loss is
+    measured too. ``optimizer`` determines the bytes of the optimizer state.
 
     The search takes about ``seconds`` of CPU time, the measurement about ``measure_seconds``.
     """
@@ -90,24 +91,24 @@ def plan(
     if recompute not in (None, True, False):
         raise PlanError(f"recompute={recompute!r} must be True (all stages), False (none) or None (as memory requires)")
     if not isinstance(measure_seconds, (int, float)) or not 0 <= measure_seconds < inf:
-        raise PlanError(f"measure_seconds={measure_seconds!r} must be how long to measure, a number from 0 up")
+        raise PlanError(f"measure_seconds={measure_seconds!r} must be the measuring time, a number from 0 up")
     if sample is None and costs is None:
-        raise PlanError("give sample=, what the model is called with, to measure its layers on; or costs=")
+        raise PlanError("give sample=, the input of the model, to measure its layers on; or costs=")
     inputs = sample_inputs(model, sample) if isinstance(model, nn.Module) else sample
     if inputs is not sample:  # (inputs, targets)
         sample, targets = inputs, sample[1] if targets is None and loss_fn is not None else targets
     chain = chain_of(model, cuts=cuts, blocks=blocks, sample=sample)
     if hardware is not None and costs is not None:
-        raise PlanError("costs are of the hardware that they were made for: give costs= or hardware=, not both")
+        raise PlanError("costs are those of certain hardware already: give costs= or hardware=, not both")
     if hardware is not None and type(devices) is not int:
-        raise PlanError(f"devices={devices!r} must be how many of this hardware there are")
+        raise PlanError(f"devices={devices!r} must be the number of devices, if hardware= is given")
     target = None if hardware is None else get_hardware(hardware)
     names = [str(mesh.device)] * (mesh.pipe * mesh.data) if mesh is not None else _device_names(devices)
     limits = _device_memory(target.memory if memory is None and target is not None else memory, names)
     samples = None if sample is None else batch_size(sample, "sample")
     batch = samples if batch is None else batch
     if batch is None:
-        raise PlanError("say batch=, how many samples a mini-batch has")
+        raise PlanError("give batch=, the number of samples of a mini-batch")
     grids = device_grids(len(names)) if replicas else [(1, ranks) for ranks in range(1, len(names) + 1)]
     options: dict[str, Any] = {
         "batch": batch, "microbatches": microbatches, "recompute": recompute, "seconds": seconds, "seed": seed,
@@ -115,7 +116,7 @@ def plan(
         "speeds": None if speeds is None else _per_device("speeds", speeds, len(names)),
         "grids": grids if mesh is None else [(mesh.data, mesh.pipe)], "largest": samples if costs is None else None,
     }  # fmt: skip
-    _check_options(batch, microbatches, seconds, seed)  # before the measurement, which takes long
+    _check_options(batch, microbatches, seconds, seed)  # before the measurement, which takes seconds
     if mesh is not None and link is None:
         link = measure_links(mesh).worst
 
@@ -147,36 +148,36 @@ def plan(
     if mesh is None:
         return work()
     if mesh.rank != mesh.world_ranks[0] and costs is None:
-        measured()  # as load: in a step, too, processes share caches and memory bandwidth
+        measured()  # as load: processes share caches and memory bandwidth, as in a step
     return _plan_on_first_rank(mesh, work, model)
 
 
 def _check_options(batch: Any, microbatches: Any, seconds: Any, seed: Any, devices: Any = 1) -> None:
     check_counts(batch=batch, devices=devices, microbatches=1 if microbatches is None else microbatches)
     if not isinstance(seconds, (int, float)) or not 0 < seconds < inf:
-        raise PlanError(f"seconds={seconds!r}: expected how long to search, above 0")
+        raise PlanError(f"seconds={seconds!r}: expected a search time above 0")
     if type(seed) is not int:
         raise PlanError(f"seed={seed!r} must be a whole number")
 
 
 def _device_names(devices: Any) -> list[str]:
-    """The named devices, or that many GPUs, or the CPU that many times."""
+    """The names of devices; of a number of devices, the first GPUs or, if there are too few, the CPU repeatedly."""
     gpus = torch.cuda.device_count()
     if devices is None:
         if gpus == 0:
-            raise PlanError("say devices=, how many ranks there may be, or which devices: there is no GPU here")
+            raise PlanError("this machine has no GPU: give devices=, the number of ranks or a list of devices")
         return [f"cuda:{i}" for i in range(gpus)]
     if type(devices) is int:
         if devices < 1:
             raise PlanError(f"devices={devices} must be at least 1")
         return [f"cuda:{i}" for i in range(devices)] if gpus >= devices else ["cpu"] * devices
     if not isinstance(devices, (list, tuple)) or not devices:
-        raise PlanError(f"devices={devices!r} must be how many ranks there may be, or a list: one device for each rank")
+        raise PlanError(f"devices={devices!r} must be a number of ranks, or a list with one device per rank")
     return [str(device) for device in assign_devices(devices, len(devices))]
 
 
 def _device_memory(memory: Any, names: Sequence[str]) -> list[float]:
-    """Bytes of each device: as given, or the memory of a GPU; unlimited on a CPU."""
+    """Bytes of each device: the given limit, or the memory of the GPU; unlimited on a CPU."""
     if memory is not None:
         each = memory if isinstance(memory, (list, tuple)) else [memory] * len(names)
         return [float(parse_bytes(size)) for size in each]
@@ -185,7 +186,7 @@ def _device_memory(memory: Any, names: Sequence[str]) -> list[float]:
 
 
 def _per_device(option: str, given: Any, devices: int) -> tuple[float, ...]:
-    """An option with a number above 0 for each device."""
+    """Check an option with a number above 0 per device."""
     numbers = (given,) * devices if isinstance(given, (int, float)) and option == "memory" else given
     if not isinstance(numbers, (list, tuple)):
         raise PlanError(f"{option}={given!r} must be a list of numbers, one for each device")
@@ -213,7 +214,7 @@ def plan_costs(
     seconds: float = 10.0,
     seed: int = 0,
 ) -> PlanResult:
-    """Plan from costs alone, without a model; ``link`` is the one between replicas."""
+    """Plan from costs, without a model; ``link`` is the link between replicas."""
     _check_options(batch, microbatches, seconds, seed, 1 if devices is None else devices)
     grids = grids if grids is not None else device_grids(devices or 1)
     most = max(data * pipe for data, pipe in grids)
@@ -240,7 +241,7 @@ def plan_costs(
 
 
 def _check_costs(costs: Profile | ModelCosts | str | Path, chain: LayerChain) -> Profile:
-    """The given costs as a profile; an error if they are those of another model."""
+    """Load the given costs as a profile, and check that they are costs of this model."""
     if isinstance(costs, (str, Path)):
         costs = Profile.load(costs)
     if isinstance(costs, ModelCosts):
@@ -251,14 +252,14 @@ def _check_costs(costs: Profile | ModelCosts | str | Path, chain: LayerChain) ->
     for i, (cost, layer) in enumerate(zip_longest(names, chain.layers)):
         if cost != layer:
             raise PlanError(
-                f"the costs are of {len(names)} layers, but the model has {len(chain.layers)}, and number {i} is "
-                f"{cost!r} here and {layer!r} there: they are those of another model"
+                f"the costs are of another model: they have {len(names)} layers, the model has {len(chain.layers)}; "
+                f"layer {i} is {cost!r} in the costs and {layer!r} in the model"
             )
     return costs
 
 
 def _plan_on_first_rank(mesh: Mesh, work: Callable[[], PlanResult], model: nn.Module) -> PlanResult:
-    """The first rank of the mesh plans; the others get its result, or its error."""
+    """Plan on the first rank of the mesh; the other ranks get its result or its error."""
     _num_plans[mesh.world_ranks] += 1
     key = f"penstock/plan/{mesh.world_ranks}/{_num_plans[mesh.world_ranks]}"
     store = default_store()
@@ -266,7 +267,7 @@ def _plan_on_first_rank(mesh: Mesh, work: Callable[[], PlanResult], model: nn.Mo
         store.wait([key], timedelta(minutes=30))
         message = json.loads(store.get(key))
         if "error" in message:
-            raise PlanError(f"rank {mesh.world_ranks[0]}, which plans for all, failed: {message['error']}")
+            raise PlanError(f"rank {mesh.world_ranks[0]}, which plans for all ranks, failed: {message['error']}")
         return PlanResult.from_json(message["result"], model)
     try:
         result = work()
@@ -293,11 +294,11 @@ def plan_analytic(
     seed: int = 0,
     **costs: Any,
 ) -> PlanResult:
-    """Plan for a transformer given by numbers, on hardware that need not be present.
+    """Plan for a transformer given by its sizes, on hardware that need not be present.
 
-    ``tensor`` is the number of devices that share each layer; by default all powers of two up to a node are tried.
-    Groups of devices use sequence parallelism, unless ``sequence_parallel`` is False. ``costs`` are further options of
-    ``analytic_costs``.
+    ``tensor`` is the number of devices that share each layer. By default all powers of two up to the size of a node are
+    searched. Groups of devices use sequence parallelism, unless ``sequence_parallel`` is False. ``costs`` are further
+    options of ``analytic_costs``.
     """
     _check_options(batch, microbatches, seconds, seed, devices)
     model, hardware = parse_transformer(model) if isinstance(model, str) else model, get_hardware(hardware)
@@ -306,7 +307,7 @@ def plan_analytic(
     fit = [t for t in tries if not (devices % t or model.heads % t or model.width % t)]
     if not fit:
         raise PlanError(
-            f"{', '.join(map(str, tries))} devices cannot share a layer: that must divide {devices} devices, "
+            f"{', '.join(map(str, tries))} devices cannot share a layer: their number must divide {devices} devices, "
             f"{model.heads} heads and an MLP of {model.width}"
         )
     layers = model.layers * (2 if half_layers else 1) + 2

@@ -65,7 +65,7 @@ class Configuration:
     samples: int  # of a micro-batch
     microbatches: int  # of each replica
     recompute: bool | None = False  # all stages, none, or (None) as few as the memory requires
-    tensor: int = 1  # devices that share each layer: a rank is a group of them
+    tensor: int = 1  # devices that share each layer; a rank is a group of such devices
 
     def __str__(self) -> str:
         stages = _SHAPES[self.shape].format(v=self.v)
@@ -91,11 +91,16 @@ class Candidate:
     cuts: Cuts
     schedule: Schedule
     seconds: float  # of a step
-    lower_bound: float  # no order of these stages is faster
+    lower_bound: float  # of all orders of these stages
     memory: tuple[float, ...]  # peak bytes of each rank
     bubble: float
     costs: Costs  # of its stages and edges
     saved: tuple[float, ...] | None = None  # peak bytes saved for backwards; None where activations are recomputed
+
+    @property
+    def gap(self) -> float:
+        """How far the step time is above the lower bound, as a fraction of the bound."""
+        return self.seconds / self.lower_bound - 1 if self.lower_bound else 0.0
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -152,7 +157,7 @@ class PlanResult:
 
     @property
     def prediction(self) -> Prediction:
-        """The predictions, which ``pipe.trace()`` compares with the measurement."""
+        """The predicted time and memory, which ``pipe.trace()`` compares with its measurement."""
         return Prediction(self.seconds, "plan", self.memory, self.best.saved, self.configuration.samples)
 
     @property
@@ -161,13 +166,13 @@ class PlanResult:
         return [self.layers[i:j] for i, j in pairwise((0, *self.best.cuts))]
 
     def simulation(self) -> Simulation:
-        """The predicted step, without the all-reduce of gradients over replicas at its end."""
+        """The simulation of the predicted step, without the all-reduce of gradients over replicas at its end."""
         return simulate(self.schedule, self.best.costs, self.best.costs.edges)
 
     def pipeline(self, loss_fn: Callable[..., Any] | None = None, **options: Any) -> Pipeline:
-        """The pipeline of this plan, with further ``options`` of ``ps.Pipeline`` such as ``mesh``."""
+        """Create the pipeline of this plan, with further ``options`` of ``ps.Pipeline`` such as ``mesh``."""
         if self.plan is None:
-            raise PlanError("this was planned without a model: plan it with one, ps.plan(model, …)")
+            raise PlanError("this is a plan without a model: use ps.plan(model, …)")
         if self.plan.chain is None:
             raise PlanError("this plan was loaded without its model: use ps.PlanResult.load(path, model)")
         for option in ("microbatches", "microbatch_size", "schedule"):
@@ -181,8 +186,7 @@ class PlanResult:
 
     def __str__(self) -> str:
         best = self.best
-        gap = best.seconds / best.lower_bound - 1 if best.lower_bound else 0.0
-        certain = "no order of these stages is faster" if gap < 1e-9 else f"at most {gap:.1%} above the best"
+        certain = "no order of these stages is faster" if best.gap < 1e-9 else f"at most {best.gap:.1%} above the best"
         recomputed = ""
         if best.recomputed and not best.configuration.recompute:
             recomputed = f", stages {', '.join(map(str, best.recomputed))} recomputed"
@@ -203,7 +207,7 @@ class PlanResult:
                 (str(one.configuration), "-" if one.seconds is None else format_time(one.seconds), one.reason)
                 for one in self.others[:SHOWN_REJECTIONS]
             ]
-            lines += ["", *format_table(["others", "step", "why not"], rows, right={1})]
+            lines += ["", *format_table(["others", "step", "reason"], rows, right={1})]
             if len(self.others) > SHOWN_REJECTIONS:
                 lines.append(f"and {len(self.others) - SHOWN_REJECTIONS} more")
         return "\n".join(lines)
@@ -212,7 +216,7 @@ class PlanResult:
         return str(_registry.viz().plan_result_html(self))
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file, which every rank can read."""
+        """Write a JSON file."""
         Path(path).write_text(self.to_json())
 
     def to_json(self) -> str:
@@ -266,7 +270,7 @@ class PlanResult:
             plan = None if data.get("plan") is None else Plan._from_data(data["plan"])
             devices = None if data.get("devices") is None else tuple(data["devices"])
             layers = tuple(data["layers"])
-            # Cuts, memory and numbers must be complete, and those of the schedule.
+            # Cuts and memory must be complete, and agree with the schedule.
             schedule, ends = best.schedule, (0, *best.cuts)
             increasing = all(i < j for i, j in pairwise(ends))
             if len(best.cuts) != schedule.num_stages or ends[-1] != len(layers) or not increasing:

@@ -1,8 +1,8 @@
-"""Search the configuration with the fastest step: estimates first, then cuts and schedules for the most promising.
+"""Search the configuration with the fastest step: estimates first, then cuts and schedules for the best estimates.
 
-    configurations ──▶ estimate and lower bound of each ──▶ the most promising: cuts and schedule ──▶ the best: refined
+    configurations ──▶ estimate and lower bound of each ──▶ best estimates: cuts and schedule ──▶ best results: refined
 
-A configuration whose lower bound is above the best result so far is skipped: no order of it is faster.
+A configuration with a lower bound above the best result so far is skipped.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from penstock.profile.planner.joint import joint_search
 from penstock.profile.planner.result import Candidate, Configuration, Rejection
 from penstock.schedule.simulate import simulate
 
-EVALUATED = 16  # configurations that get cuts and a schedule
-REFINED = 3  # of these, the number that is searched again for longer
-TIME_FACTOR = 3  # a slow core may take this many times the budget before configurations are skipped
+EVALUATED = 16  # configurations that are evaluated with cuts and a schedule
+REFINED = 3  # evaluated configurations that are searched again for longer
+TIME_FACTOR = 3  # configurations are skipped after this multiple of the budget
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Relative speed and memory of the devices, in the order in which ranks use them: replica by replica."""
+    """Relative speed and memory of the devices. Ranks use them in this order, replica by replica."""
 
     speed: tuple[float, ...]
     memory: tuple[float, ...]
-    link: Link | None = None  # between replicas; None: as between the ranks of a pipeline
+    link: Link | None = None  # between replicas; None: the link between the ranks of a pipeline
 
     def fastest(self, count: int) -> list[int]:
-        """The devices that ``count`` ranks use, in order: the fastest, and among equal ones those with most memory."""
+        """The devices that ``count`` ranks use, in order: the fastest ones; if equally fast, those with most memory."""
         best = sorted(range(len(self.speed)), key=lambda device: (-self.speed[device], -self.memory[device], device))
         return sorted(best[:count])
 
@@ -49,13 +49,13 @@ def configurations(
     recompute: bool | None = False,
     tensor: int = 1,
 ) -> list[Configuration]:
-    """All candidates for these ``grids`` (replicas, ranks); ``largest`` is the largest micro-batch in samples."""
+    """All configurations for these ``grids`` (replicas, ranks); ``largest`` is the largest micro-batch in samples."""
     found = []
     for data, pipe in grids:
         if pipe > layers or data > batch:
             continue
         share = size = -(-batch // data)
-        sizes = [share]  # all of it, half of it, a quarter, and so on
+        sizes = [share]  # the share of a replica, and repeated halves of it
         while size > 1:
             size = -(-size // 2)
             sizes.append(size)
@@ -92,7 +92,7 @@ def search(
         if key not in models:
             models[key] = Segments(costs_of(configuration))
             if not sum(models[key].layer_work):
-                raise PlanError("all layers take 0 seconds: costs need the time of each, or nothing can be compared")
+                raise PlanError("all layers take 0 seconds: the planner needs the time of each layer")
         evaluations.append(_Evaluation(configuration, models[key], cluster))
     evaluations.sort(key=lambda one: one.estimate)
     rejections = [one.rejected for one in evaluations if one.rejected]
@@ -101,7 +101,7 @@ def search(
     for one in evaluations:
         if one.rejected:
             continue
-        limit = EVALUATED if one.estimate >= fastest else EVALUATED + EVALUATED // 2  # estimates ignore memory
+        limit = EVALUATED if one.estimate >= fastest else EVALUATED + EVALUATED // 2  # as estimates ignore memory
         late = len(found) >= limit or (len(found) > 3 and time.thread_time() > until)
         if one.lower_bound >= fastest or late:
             skipped.append(one)
@@ -114,7 +114,7 @@ def search(
             found.append((one, candidate))
             fastest = min(fastest, candidate.seconds)
     if not found:
-        raise PlanError(_nothing_fits(evaluations))
+        raise PlanError(_infeasible_text(evaluations))
     found.sort(key=lambda pair: pair[1].seconds)
     for number, (one, candidate) in enumerate(found[:REFINED]):
         if one.lower_bound < fastest and time.thread_time() <= until:
@@ -135,13 +135,13 @@ def search(
 
 
 class _Evaluation:
-    """A configuration with an estimate and a lower bound of its step time, or the reason why it is impossible."""
+    """A configuration with an estimate and a lower bound of its step time, or the reason for its rejection."""
 
     def __init__(self, configuration: Configuration, segments: Segments, cluster: Cluster) -> None:
         self.configuration, self.segments = configuration, segments
         p, m, v = configuration.pipe, configuration.microbatches, configuration.v
         used = cluster.fastest(configuration.data * p)
-        of_rank = [used[rank::p] for rank in range(p)]  # a device of each replica: the slowest decides
+        of_rank = [used[rank::p] for rank in range(p)]  # one device per replica; the slowest determines the time
         self.ranks = Ranks(
             tuple(min(cluster.speed[d] for d in devices) for devices in of_rank),
             tuple(min(cluster.memory[d] for d in devices) for devices in of_rank),
@@ -194,7 +194,7 @@ class _Evaluation:
         )  # fmt: skip
 
     def memory_estimate(self) -> float:
-        """About the least bytes that a rank needs: its share of the model, and one micro-batch of a layer."""
+        """Approximate minimum memory of a rank: its share of the model, and one micro-batch of a layer."""
         segments, p = self.segments, self.configuration.pipe
         kept = segments.activation_bytes(0, segments.n)
         shared = segments.static_bytes(0, segments.n) + (kept if self.configuration.recompute is False else 0.0)
@@ -207,8 +207,8 @@ class _Evaluation:
         self.rejected = Rejection(self.configuration, reason, None, required)
 
 
-def _nothing_fits(evaluations: Sequence[_Evaluation]) -> str:
-    """The error if no configuration fits: by how much memory is too small, and remedies."""
+def _infeasible_text(evaluations: Sequence[_Evaluation]) -> str:
+    """The error message if no configuration fits: the required memory, and remedies."""
     costs = evaluations[0].segments.costs
     limit = max(max(one.ranks.memory) for one in evaluations)
     largest = max(costs.layers, key=lambda layer: layer.static_bytes)
@@ -227,5 +227,5 @@ def _nothing_fits(evaluations: Sequence[_Evaluation]) -> str:
     if best.configuration.samples > 1:
         remedies += ", smaller micro-batches"
     least = format_size_exact(factor * max(best.ranks.memory))
-    text += f"the least that was found is {least}, {factor:.3g} times as much ({best.configuration}); "
-    return f"{text}what would help: {remedies}"
+    text += f"the smallest requirement found is {least}, {factor:.3g} times as much ({best.configuration}); "
+    return f"{text}remedies: {remedies}"

@@ -1,1 +1,1 @@
-"""The report page: where the time of a step goes, and what would make it shorter."""
+"""The report page: use of time in a step, and advice to reduce it."""

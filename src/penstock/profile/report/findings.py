@@ -1,10 +1,10 @@
 """The findings of a report: idle time by cause, memory peaks, use of edges, and simulated advice.
 
-Every second in which a rank works on no action has one cause:
+All time between actions has one cause:
 
-    rank 0  ▕0F0▏▕0F1▏·······fill·······▕0B0▏··imbalance··▕0B1▏     waits that stages of equal time would have, too,
-    rank 1  fill ▕1F0▏▕1F1▏ h ▕1B0▏                                 are fill or drain; the rest is imbalance
-                            └ host: no message is awaited
+    rank 0  ▕0F0▏▕0F1▏·······fill·······▕0B0▏··imbalance··▕0B1▏     waits that balanced stages would have, too, are
+    rank 1  fill ▕1F0▏▕1F1▏ h ▕1B0▏                                 fill or drain; the rest is imbalance
+                            └ host: no wait for a message
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.errors import PenstockError, PlanError, ScheduleError
 from penstock.format import count_noun
-from penstock.profile.trace.analysis import TraceData, milliseconds
+from penstock.profile.trace.analysis import Trace, milliseconds
 from penstock.profile.trace.records import RankRecord, StepRecord, covered_seconds, pending_backwards
 from penstock.schedule.costs import Costs
 from penstock.schedule.registry import SCHEDULES, build
@@ -34,18 +34,18 @@ CAUSES = ("fill", "drain", "imbalance", "communication", "host")
 
 @dataclass(frozen=True)
 class Idle:
-    """The time of a rank between the first action of its pipeline in a step and the last, in seconds.
+    """The time of a rank in a step, in seconds, from the first action of its pipeline to the last.
 
     ``busy`` is the time in actions. The rest of ``total`` is idle, and is the sum of these:
 
-    - ``fill``: before its first action; and waits for a computing peer up to the rank's first backward, as far as they
-      would exist if all stages took the same time.
-    - ``drain``: after its last action; and such waits after its first backward.
-    - ``imbalance``: waits for a computing peer beyond those that stages of equal time would have.
-    - ``communication``: the peer is done and its message has not arrived, or a send is not complete.
-    - ``host``: no message is awaited: launching, sending, Python.
+    - ``fill``: before the rank's first action; and waits for a computing peer up to the rank's first backward, as long
+      as balanced stages would wait.
+    - ``drain``: after the rank's last action; and such waits after its first backward.
+    - ``imbalance``: waits for a computing peer beyond those of balanced stages.
+    - ``communication``: the peer has finished but its message has not arrived, or a send is not complete.
+    - ``host``: neither: launches, sends, Python.
 
-    If a trace lacks some ranks, all waits for a computing peer are imbalance.
+    If a trace has only some of the ranks, all waits for a computing peer are imbalance.
     """
 
     track: int
@@ -66,10 +66,10 @@ class Idle:
         return {cause: getattr(self, cause) for cause in CAUSES}
 
 
-def idle_times(trace: TraceData, step: StepRecord) -> list[Idle]:
-    """For each rank with actions in ``step``."""
+def idle_times(trace: Trace, step: StepRecord) -> list[Idle]:
+    """The idle time of each rank with actions in ``step``."""
     sent_at = {id(one.wait): one.source.end for one in trace.messages(step) if one.wait is not None}
-    even = _even_gaps(trace, step)
+    even = _balanced_gaps(trace, step)
     found = []
     for parts in map(step.of, trace.replicas.values()):
         first = min((part.actions[0].start for part in parts), default=0.0)
@@ -80,7 +80,7 @@ def idle_times(trace: TraceData, step: StepRecord) -> list[Idle]:
             for number, done in enumerate(part.actions):
                 gap = max(0.0, done.start - now)
                 computing = waiting = gap
-                if number:  # as far as a peer still computes, or there is any wait
+                if number:  # the time with a computing peer, and the time with any wait
                     waits = [(wait, max(wait.start, now), min(wait.end, done.start)) for wait in done.waits]
                     waiting = covered_seconds((start, end) for _, start, end in waits)
                     messages = [one for one in waits if one[0].what == "message"]
@@ -99,7 +99,7 @@ def idle_times(trace: TraceData, step: StepRecord) -> list[Idle]:
     return found
 
 
-def _even_gaps(trace: TraceData, step: StepRecord) -> dict[Action, float]:
+def _balanced_gaps(trace: Trace, step: StepRecord) -> dict[Action, float]:
     """Idle seconds before each action if all stages took the same time and messages none."""
     stages = trace.schedule.num_stages
     try:
@@ -108,7 +108,7 @@ def _even_gaps(trace: TraceData, step: StepRecord) -> dict[Action, float]:
         recompute = fmean(costs.durations(stages)["R"])
         replica = trace.tracks[step.of(range(len(trace.tracks)))[0].track].replica
         even = simulate(trace.step_order(step, replica), Costs(**times, r=recompute), trace.edges)
-    except PenstockError:  # records of one rank only, or of half of a call
+    except PenstockError:  # only the records of one rank, or of the forward of a call
         return {}
     gaps = {}
     for actions, starts, ends in zip(even.schedule.orders, even.starts, even.ends, strict=True):
@@ -135,8 +135,8 @@ class Repartition:
         return f"a cut into stages of {after} layers, not {before},"
 
 
-def layers_of(trace: TraceData) -> list[tuple[str, ...]] | None:
-    """The names of the layers of each stage; None if the trace's plan does not have them all."""
+def layers_of(trace: Trace) -> list[tuple[str, ...]] | None:
+    """The names of the layers of each stage; None if the trace's plan does not have all of them."""
     stages = trace.plan.get("stages", [])
     if len(stages) != trace.schedule.num_stages or not all(stage["layers"] for stage in stages):
         return None
@@ -149,10 +149,10 @@ def stage_seconds(costs: Costs, num_stages: int, trains: bool) -> list[float]:
     return [f + b for f, b in zip(times["F"], times["B"], strict=True)] if trains else times["F"]
 
 
-def better_cut(trace: TraceData, base: Simulation) -> Repartition | None:
-    """The most even cut, assuming equal layers within a stage; None if it is not faster or layers are unknown.
+def better_cut(trace: Trace, base: Simulation) -> Repartition | None:
+    """The most balanced cut, assuming equal layers within a stage; None if it is not faster or layers are unknown.
 
-    Messages keep their size and time. No rank stores more than the fullest one does now.
+    Messages keep their size and time. The cut does not increase the largest peak memory of a rank.
     """
     groups = layers_of(trace)
     if groups is None or sum(map(len, groups)) == len(groups):
@@ -163,13 +163,13 @@ def better_cut(trace: TraceData, base: Simulation) -> Repartition | None:
     after = tuple(partition(shares, len(groups)))
     costs = recut(base.costs, before, after)
     found = simulate(base.schedule, costs, trace.edges)
-    if max(found.peak_memory) > max(base.peak_memory) * _SAME or found.makespan >= base.makespan:
+    if max(found.peak_memory) > max(base.peak_memory) * _ROUNDING or found.makespan >= base.makespan:
         return None
     return Repartition(before, after, costs, _saved(base, found.makespan))
 
 
 def recut(costs: Costs, before: Sequence[int], after: Sequence[int]) -> Costs:
-    """The costs of the new stages, if each layer has an equal share of its old stage."""
+    """The costs of the new stages, if the layers of each old stage have equal costs."""
     ends = list(accumulate(after))
 
     def moved(numbers: list[float]) -> list[float]:
@@ -180,7 +180,7 @@ def recut(costs: Costs, before: Sequence[int], after: Sequence[int]) -> Costs:
 
 
 def map_stage_costs(costs: Costs, num_stages: int, change: Callable[[list[float]], list[float]]) -> Costs:
-    """The costs with ``change`` applied to each list of numbers per stage."""
+    """Apply ``change`` to each cost that has a number per stage."""
     names = [name for name in ("f", "i", "w", "b", "r", "activation") if getattr(costs, name) is not None]
     changed: dict[str, Any] = {name: tuple(change(costs.of_stages(name, num_stages))) for name in names}
     return replace(costs, **changed)
@@ -191,16 +191,16 @@ def map_stage_costs(costs: Costs, num_stages: int, change: Callable[[list[float]
 MIN_SAVING = 0.01
 """The smallest fraction of a step that advice must save."""
 
-SLOW = 1.1  # a rank is slow if it takes this many times as long as others
-_MORE = "more memory"
-_EDGES = 4  # the slowest edges that are considered
-_SAME = 1 + 1e-9  # rounding of equal sums
-_MAX_SEARCHED_ACTIONS = 50_000  # a search of more would take too long
+SLOW = 1.1  # least ratio of a slow rank's time to that of other ranks
+_MORE_MEMORY = "more memory"
+_MAX_EDGES = 4  # number of slowest edges that are considered
+_ROUNDING = 1 + 1e-9  # tolerance for rounding
+_MAX_SEARCHED_ACTIONS = 50_000  # limit for a search
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change as text, and the fraction of a step that it saves, or at most saves if it is a ``bound``."""
+    """A change as text, and the fraction of a step that it saves; if ``bound``, that it saves at most."""
 
     what: str
     text: str
@@ -208,10 +208,10 @@ class Advice:
     bound: bool = False
 
 
-def advise(trace: TraceData, idle: Sequence[Idle], base: Simulation | None, cut: Repartition | None) -> list[Advice]:
-    """All changes that save at least ``MIN_SAVING``, sorted: within the current memory, with more, then bounds.
+def advise(trace: Trace, idle: Sequence[Idle], base: Simulation | None, cut: Repartition | None) -> list[Advice]:
+    """All changes that save at least ``MIN_SAVING``: first those within the current memory, then others, then bounds.
 
-    Steps that cannot be simulated (half of a call, or the records of one rank) give advice from ``idle`` only.
+    For steps that cannot be simulated (the forward of a call, or the records of one rank) advice is based on ``idle``.
     """
     host = max((rank.host / (rank.total or 1.0) for rank in idle), default=0.0)
     text = (
@@ -221,24 +221,24 @@ def advise(trace: TraceData, idle: Sequence[Idle], base: Simulation | None, cut:
     found = [Advice("host", text, host, bound=True)]
     if base is not None and base.makespan:
         if base.schedule.trains:
-            found += [*_schedules(trace, base), *_microbatches(trace, base)]
-        found += [*_slow_ranks(trace, base), *_edges(trace, base)]
+            found += [*_other_schedules(trace, base), *_more_microbatches(trace, base)]
+        found += [*_slow_ranks(trace, base), *_faster_links(trace, base)]
         if cut is not None:
             text = f"{cut.text} saves {cut.saved:.0%} (if the layers of a stage cost alike)"
             found.append(Advice("cut", text, cut.saved))
     worth = [advice for advice in found if advice.saved >= MIN_SAVING]
-    return sorted(worth, key=lambda advice: (advice.bound, advice.what == _MORE, -advice.saved))
+    return sorted(worth, key=lambda advice: (advice.bound, advice.what == _MORE_MEMORY, -advice.saved))
 
 
 def _saved(base: Simulation, makespan: float) -> float:
     return 1 - makespan / base.makespan
 
 
-def _schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+def _other_schedules(trace: Trace, base: Simulation) -> Iterator[Advice]:
     """The best fixed schedule within the current memory, the best with more, and a searched one if it is better."""
     costs = base.costs
     if not any(costs.of_stages("activation", base.schedule.num_stages)):
-        costs = replace(costs, activation=1.0)  # count micro-batches in flight, if no bytes are known
+        costs = replace(costs, activation=1.0)  # count micro-batches in flight, as no bytes are known
     kept = max(simulate(base.schedule, costs, trace.edges).peak_memory)
     best, larger = 0.0, Advice("", "", 0.0)
     now, fixed = base.schedule, []
@@ -248,17 +248,17 @@ def _schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
             if schedule.trains and schedule.placement == now.placement and schedule.orders != now.orders:
                 fixed.append(simulate(schedule, costs, trace.edges))
     fixed.sort(key=lambda found: found.makespan)
-    split = "" if "W" in trace.order.kinds else " (if a weight's gradient takes half of a backward)"
+    split = "" if "W" in trace.order.kinds else " (if a weight gradient takes half of a backward)"
     for found in fixed:
         saved, peak, name = _saved(base, found.makespan), max(found.peak_memory), found.schedule.name
         note = split if found.schedule.kinds & {"I", "W"} else ""
-        if peak <= kept * _SAME:
+        if peak <= kept * _ROUNDING:
             best = saved
             yield Advice("schedule", f"schedule {name} saves {saved:.0%} at the same memory{note}", saved)
             break
         if not larger.text:
             more = f"{peak / kept:.2g} times the memory" if kept else "more memory"
-            larger = Advice(_MORE, f"schedule {name} saves {saved:.0%}, with {more}{note}", saved)
+            larger = Advice(_MORE_MEMORY, f"schedule {name} saves {saved:.0%}, with {more}{note}", saved)
     if larger.saved > best + MIN_SAVING:
         yield larger
     if "R" in now.kinds or sum(map(len, now.orders)) > _MAX_SEARCHED_ACTIONS:
@@ -272,7 +272,7 @@ def _schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
 
 
 def _same_placement(name: str, now: Schedule, m: int) -> Schedule:
-    """The schedule of that name for the ranks and stages of ``now``, with its recomputes."""
+    """The schedule ``name`` for the ranks and stages of ``now``, with the recomputes of ``now``."""
     each, rest = divmod(now.num_stages, now.num_ranks)
     if rest:
         raise ScheduleError("some ranks have more stages than others")
@@ -284,8 +284,8 @@ def _same_placement(name: str, now: Schedule, m: int) -> Schedule:
     return with_recompute(build(name, now.num_ranks, m, each), modes)
 
 
-def _microbatches(trace: TraceData, base: Simulation) -> Iterator[Advice]:
-    """Twice as many micro-batches of half the size, which need no more memory."""
+def _more_microbatches(trace: Trace, base: Simulation) -> Iterator[Advice]:
+    """Twice as many micro-batches of half the size."""
     now, m = base.schedule, 2 * base.schedule.num_microbatches
     with suppress(ScheduleError):  # a custom order
         schedule = _same_placement(now.name, now, m)
@@ -296,7 +296,7 @@ def _microbatches(trace: TraceData, base: Simulation) -> Iterator[Advice]:
             yield Advice("micro-batches", text, saved)
 
 
-def _slow_ranks(trace: TraceData, base: Simulation) -> Iterator[Advice]:
+def _slow_ranks(trace: Trace, base: Simulation) -> Iterator[Advice]:
     """Ranks that are slower than others for the same work, except those that share a GPU.
 
     The same work is one stage in several replicas, or stages with equal numbers of layers and parameters.
@@ -314,7 +314,7 @@ def _slow_ranks(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     pooled = [sum(durations[kind][stage] for kind in base.schedule.kinds) for stage in range(stages)]
 
     def makespan(seconds: Mapping[int, float]) -> float:
-        """The time of a step if these stages took so many seconds for a micro-batch."""
+        """The time of a step if these stages took ``seconds`` for a micro-batch."""
         factors = [seconds.get(stage, usual) / (usual or 1.0) for stage, usual in enumerate(pooled)]
         costs = map_stage_costs(base.costs, stages, lambda numbers: list(map(mul, numbers, factors)))
         return simulate(base.schedule, costs, trace.edges).makespan
@@ -332,21 +332,21 @@ def _slow_ranks(trace: TraceData, base: Simulation) -> Iterator[Advice]:
         if factor > SLOW:
             saved = 1 - makespan(others) / makespan(own)
             text = f"rank {trace.tracks[track].rank} takes {factor:.2f} times as long as others for the same work"
-            yield Advice("slow rank", f"{text}: as fast as they are, it saves {saved:.0%}", saved)
+            yield Advice("slow rank", f"{text}: at their speed, a step would save {saved:.0%}", saved)
 
 
-def _edges(trace: TraceData, base: Simulation) -> Iterator[Advice]:
-    """An upper bound of the saving by faster links, for the slowest edges."""
+def _faster_links(trace: Trace, base: Simulation) -> Iterator[Advice]:
+    """Upper bounds of the savings by faster links, for the slowest edges."""
     costs, placement = base.costs, base.schedule.placement
     channels = [(src, dst) for src, dst in trace.edges if placement[src] != placement[dst]]
-    slowest = sorted(channels, key=lambda edge: -costs.of_edge("latency", edge))[:_EDGES]
+    slowest = sorted(channels, key=lambda edge: -costs.of_edge("latency", edge))[:_MAX_EDGES]
     for edge in (edge for edge in slowest if costs.of_edge("latency", edge)):
         latency = {other: costs.of_edge("latency", other) * (other != edge) for other in trace.edges}
         saved = _saved(base, simulate(base.schedule, replace(costs, latency=latency), trace.edges).makespan)
         takes = milliseconds(costs.of_edge("latency", edge))
         text = (
             f"messages from stage {edge[0]} to stage {edge[1]} and back take {takes} each: a faster link, or a cut "
-            f"where less crosses, saves at most {saved:.0%}"
+            f"with fewer bytes, saves at most {saved:.0%}"
         )
         yield Advice("edge", text, saved, bound=True)
 
@@ -358,8 +358,8 @@ def _edges(trace: TraceData, base: Simulation) -> Iterator[Advice]:
 class MemoryPeak:
     """The peak memory of a rank in a step, and the action after which it occurs.
 
-    ``flight[s]`` are the micro-batches of stage ``s`` with a pending backward, and ``saved`` their bytes, as far as
-    known. The rest is parameters, gradients, optimizer state, and other tensors on the device.
+    ``flight[s]`` are the micro-batches of stage ``s`` with a pending backward, and ``saved`` their bytes, if known. The
+    rest is parameters, gradients, optimizer state, and other tensors on the device.
     """
 
     track: int
@@ -390,7 +390,7 @@ def memory_peak(part: RankRecord, saved: Mapping[int, int]) -> MemoryPeak | None
 
 @dataclass(frozen=True)
 class EdgeUse:
-    """Messages of an edge in a step, in both directions. ``seconds`` of one message is known if ranks waited for it."""
+    """Messages of an edge in a step, in both directions. ``seconds`` of a message is None if no rank waited for one."""
 
     src: int
     dst: int
@@ -402,7 +402,7 @@ class EdgeUse:
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second of a message, if its time is known."""
+        """Bytes per second of a message; None if its time is unknown."""
         return max(self.forward, self.backward) / self.seconds if self.seconds else None
 
 
@@ -410,13 +410,13 @@ class EdgeUse:
 class Findings:
     """The findings of a trace. ``step`` is the typical step with the median duration."""
 
-    trace: TraceData
+    trace: Trace
     step: StepRecord
     idle: Sequence[Idle]
     peaks: Sequence[MemoryPeak]
     edges: Sequence[EdgeUse]
     advice: Sequence[Advice]
-    simulation: Simulation | None  # where one is possible
+    simulation: Simulation | None  # None if some records are missing
     cut: Repartition | None
 
     @property
@@ -425,13 +425,13 @@ class Findings:
 
     @property
     def causes(self) -> dict[str, float]:
-        """The fraction of all ranks' time by cause; their sum is the bubble."""
+        """The fraction of all ranks' time by cause; the sum is the bubble."""
         total = sum(rank.total for rank in self.idle) or 1.0
         return {cause: sum(rank.causes[cause] for rank in self.idle) / total for cause in CAUSES}
 
     @property
     def what(self) -> str:
-        """The kind of step, with its article."""
+        """The kind of step, with an article."""
         return {"evaluate": "an evaluation"}.get(self.step.kind, f"a {self.step.kind}")
 
     @property
@@ -452,17 +452,17 @@ class Findings:
         return self.advice[0].text if self.advice else f"no change was found that saves {MIN_SAVING:.0%} or more"
 
 
-def analyze(trace: TraceData) -> Findings:
-    """Analyze a trace; an error if it has no whole step."""
+def analyze(trace: Trace) -> Findings:
+    """Analyze a trace; ``PlanError`` if it has no complete step."""
     steps = trace.typical_steps()
     if not steps:
         raise PlanError(
-            "this trace has no whole step to report on: record one, with `with pipe.trace() as trace: pipe.step(…)`"
+            "this trace has no complete step to report on: record one, with `with pipe.trace() as trace: pipe.step(…)`"
         )
     step = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
     idle = idle_times(trace, step)
     simulation = None
-    with suppress(PenstockError):  # records of one rank only, or of half of a call
+    with suppress(PenstockError):  # only the records of one rank, or of the forward of a call
         simulation = trace.simulation()
     cut = None if simulation is None else better_cut(trace, simulation)
     peaks = [memory_peak(part, trace.saved) for part in step.of(range(len(trace.tracks)))]

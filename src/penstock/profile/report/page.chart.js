@@ -1,4 +1,4 @@
-// A chart: rows of ranks under an axis of time, of which those in sight are drawn, and what mouse and keys do in it.
+// A chart: rows of ranks below a time axis. It draws the visible rows, and handles the mouse and keys.
 class Chart {
   constructor(id, height, paint, hit) {
     this.box = document.getElementById(id);
@@ -9,14 +9,14 @@ class Chart {
     this.space = document.createElement("div");
     this.box.append(this.space);
     this.row = 0;
-    this.chosen = null; // the number of an action in this.row
+    this.chosen = null; // the index of an action in this.row
     this.listen();
     charts.push(this);
   }
   get gutter() { return this.width < 600 ? 58 : 92; }
   x(moment) { return this.gutter + ((moment - view.from) / (view.to - view.from)) * (this.width - this.gutter); }
   moment(x) { return view.from + ((x - this.gutter) / (this.width - this.gutter)) * (view.to - view.from); }
-  restart() { // with another step
+  restart() { // shows another step
     this.row = Math.min(this.row, now.rows.length - 1);
     this.chosen = null;
     this.size();
@@ -26,7 +26,7 @@ class Chart {
     this.width = this.box.clientWidth;
     this.tall = Math.min(full, Math.max(160, Math.floor(window.innerHeight * 0.72)));
     this.space.style.height = full - this.tall + "px";
-    this.box.style.height = this.tall + 2 + "px"; // and its border
+    this.box.style.height = this.tall + 2 + "px"; // with its border
     const ratio = window.devicePixelRatio || 1;
     this.canvas.style.height = this.tall + "px";
     this.canvas.width = Math.round(this.width * ratio);
@@ -75,7 +75,7 @@ class Chart {
     pen.fillStyle = inks.line;
     pen.fillRect(0, AXIS - 1, this.width, 1);
   }
-  at(event) { // the row and the place in it
+  at(event) { // the row of an event, and the position in the row
     const box = this.canvas.getBoundingClientRect();
     const y = event.clientY - box.top - AXIS + this.box.scrollTop;
     const row = Math.floor(y / this.height);
@@ -91,7 +91,7 @@ class Chart {
       if (sideways) {
         event.preventDefault();
         pan((event.deltaX || event.deltaY) / (this.width - this.gutter));
-      } else if (event.deltaY < 0 || view.to - view.from < whole) { // zoomed out, the page scrolls on
+      } else if (event.deltaY < 0 || view.to - view.from < whole) { // if zoomed out, the page scrolls
         event.preventDefault();
         const by = Math.exp(Math.max(-1, Math.min(1, event.deltaY / 300)));
         zoom(by, this.moment(event.clientX - canvas.getBoundingClientRect().left));
@@ -143,7 +143,7 @@ class Chart {
     const y = this.row * this.height;
     if (y < this.box.scrollTop) this.box.scrollTop = y;
     if (y + this.height + AXIS > this.box.scrollTop + this.tall) this.box.scrollTop = y + this.height + AXIS - this.tall;
-    said.textContent = now.rows[this.row].name;
+    announcement.textContent = now.rows[this.row].name;
     this.draw();
   }
   next(by) {
@@ -161,6 +161,6 @@ class Chart {
     const y = box.top + AXIS + (this.row + 1) * this.height - this.box.scrollTop;
     const lines = describe(this.row, action, false);
     show(lines, box.left + this.x((action[3] + action[4]) / 2), y);
-    said.textContent = lines.join(", ");
+    announcement.textContent = lines.join(", ");
   }
 }

@@ -1,4 +1,4 @@
-// The stretch of time in view, what each chart paints in it, the table, and the beginning of it all.
+// The visible time span, the painting of both charts, the table, and initialization.
 // ── the view ─────────────────────────────────────────────────────────────────────────────────────────────
 let asked = false;
 function redraw() {
@@ -27,17 +27,17 @@ function show(lines, x, y) {
 }
 function hide() { tip.hidden = true; }
 
-// ── what each chart paints ───────────────────────────────────────────────────────────────────────────────
+// ── painting of charts ───────────────────────────────────────────────────────────────────────────────────
 const many = Math.max(...data.steps.map((step) => step.rows.length)) > 16;
 const BAR = many ? 13 : 20;
 const THIN = many ? 6 : 9;
-const paper = Object.keys(data.simulated).length > 0;
+const anySimulated = Object.keys(data.simulated).length > 0;
 function bars(chart, pen, actions, y, height, labels, chosen) {
   let drawn = -1;
   for (let i = first(actions, view.from); i < actions.length && actions[i][3] < view.to; i++) {
     const [stage, kind, microbatch, start, end] = actions[i];
     const left = chart.x(start), right = chart.x(end);
-    if (right - left < 1 && Math.floor(left) === drawn && i !== chosen) continue; // another has this pixel
+    if (right - left < 1 && Math.floor(left) === drawn && i !== chosen) continue; // another action covers this pixel
     drawn = Math.floor(left);
     pen.fillStyle = inks[kind];
     pen.fillRect(left, y, Math.max(1, right - left - (right - left > 4 ? 1 : 0)), height);
@@ -75,20 +75,20 @@ function paintActions(chart, pen, at, y) {
 }
 function hitActions(chart, { row: at, x, y }) {
   const row = now.rows[at], moment = chart.moment(x);
-  const onPaper = now.paper && y > BAR + 4;
-  const actions = onPaper ? simulated(row) : row.actions;
+  const onSimulated = now.has_simulation && y > BAR + 4;
+  const actions = onSimulated ? simulated(row) : row.actions;
   const near = (view.to - view.from) / (chart.width - chart.gutter);
   const i = first(actions, moment - near);
-  if (i < actions.length && actions[i][3] <= moment + near) return describe(at, actions[i], onPaper);
-  if (onPaper) return [`${row.name}, simulated`, "idle"];
+  if (i < actions.length && actions[i][3] <= moment + near) return describe(at, actions[i], onSimulated);
+  if (onSimulated) return [`${row.name}, simulated`, "idle"];
   const span = row.spans.find(([, start, end]) => start <= moment && moment <= end);
   if (span) return [row.name, `${span[0]}: ${time(span[2] - span[1])}`];
-  if (i === actions.length) return [row.name, "idle: done with its actions"];
+  if (i === actions.length) return [row.name, "idle after the last action"];
   const waits = actions[i][7].filter(([, start, end]) => start <= moment && moment <= end);
   const before = `idle before ${name(actions[i])}`;
   return [row.name, ...(waits.length ? waits.map(([peer, start, end, what]) =>
-    `${before}: waits ${time(end - start)} ${what === "message" ? "for a message of" : "until a message is over to"} stage ${peer}`)
-    : [`${before}: nothing is waited for`])];
+    `${before}: waits ${time(end - start)} ${what === "message" ? "for a message from" : "for the end of a send to"} stage ${peer}`)
+    : [`${before}: no wait for a message`])];
 }
 let largest = 0;
 for (const step of data.steps) for (const row of step.rows) for (const action of row.actions) largest = Math.max(largest, action[5] || 0);
@@ -102,7 +102,7 @@ function paintMemory(chart, pen, at, y) {
     const left = Math.floor(chart.x(actions[i][4]));
     const right = Math.floor(i + 1 < actions.length ? chart.x(actions[i + 1][4]) : chart.x(whole));
     const height = largest ? ((actions[i][5] || 0) / largest) * (MEMORY - 6) : 0;
-    high = left === drawn ? Math.max(high, height) : height; // of all in one pixel, the highest
+    high = left === drawn ? Math.max(high, height) : height; // the maximum of each pixel
     pen.fillRect(left, base - high, Math.max(1, right - left), high);
     drawn = left;
   }
@@ -132,7 +132,7 @@ function fill() {
   more.hidden = body.rows.length >= actions.length;
 }
 function restart() { body.replaceChildren(); if (details.open) fill(); }
-function names() { // of the step's ranks; the same one stays chosen
+function names() { // lists the ranks of the step; the selection stays
   const before = pick.selectedOptions[0]?.text;
   pick.replaceChildren(...now.rows.map((row, at) => new Option(row.name, at, false, row.name === before)));
 }
@@ -142,7 +142,7 @@ pick.addEventListener("change", restart);
 more.addEventListener("click", fill);
 
 // ── another step ─────────────────────────────────────────────────────────────────────────────────────────
-const chooser = document.getElementById("step"); // there is none where there is one step
+const chooser = document.getElementById("step"); // null if the trace has one step
 const times = document.getElementById("step-times");
 function mark() {
   const number = data.steps.indexOf(now);
@@ -160,7 +160,7 @@ function go(number) {
   names();
   restart();
   all();
-  said.textContent = chooser.selectedOptions[0].textContent;
+  announcement.textContent = chooser.selectedOptions[0].textContent;
 }
 function turn(by) {
   const number = data.steps.indexOf(now) + by;
@@ -180,7 +180,7 @@ if (chooser) {
 }
 mark();
 
-// ── begin ────────────────────────────────────────────────────────────────────────────────────────────────
+// ── initialization ───────────────────────────────────────────────────────────────────────────────────────
 function colours() {
   const style = getComputedStyle(document.documentElement);
   for (const one of ["paper", "ink", "soft", "line", "mark", "F", "B", "I", "W", "R", "on", "on-light", "wait", "span"]) {
@@ -189,7 +189,7 @@ function colours() {
 }
 function resize() { for (const chart of charts) chart.size(); redraw(); }
 colours();
-new Chart("timeline-chart", BAR + (paper ? THIN + 2 : 0) + 7, paintActions, hitActions);
+new Chart("timeline-chart", BAR + (anySimulated ? THIN + 2 : 0) + 7, paintActions, hitActions);
 new Chart("memory-chart", MEMORY, paintMemory, hitMemory);
 const does = { in: () => zoom(0.6), out: () => zoom(1 / 0.6), left: () => pan(-0.25), right: () => pan(0.25), all,
   before: () => turn(-1), after: () => turn(1) };

@@ -11,17 +11,17 @@ from typing import Any
 
 from penstock.format import count_noun, format_size
 from penstock.profile.report.findings import CAUSES, MIN_SAVING, Findings, layers_of, stage_seconds
-from penstock.profile.trace.analysis import TraceData, milliseconds, prediction_source
+from penstock.profile.trace.analysis import Trace, milliseconds, prediction_source
 from penstock.profile.trace.records import ActionRecord, RankRecord, Span, StepRecord
 from penstock.schedule.schedule import ACTION_NAMES
 
 # ── choice of steps ──────────────────────────────────────────────────────────────────────────────────────────────
 #
-# ▂▂▃▂▂▂█▂▂▂▂▁▂▂    a bar for each step; of many, the median, slowest, fastest and failed ones and some others have
-#     ^ ^    ^      a timeline
+# ▂▂▃▂▂▂█▂▂▂▂▁▂▂    one bar per step; the median, slowest, fastest and failed ones and some others have a timeline
+#     ^ ^    ^
 
 MAX_ACTIONS = 10_000
-"""The limit for all timelines of a page together, unless one step has more: about a megabyte."""
+"""The limit for all timelines of a page together, unless a single step has more: about a megabyte."""
 
 _BAR_HEIGHT = 40
 
@@ -33,7 +33,7 @@ def steps_shown(findings: Findings) -> list[StepRecord]:
     times = sorted(range(len(steps)), key=lambda place: steps[place].seconds)
     middle = next(place for place, step in enumerate(steps) if step is findings.step)
     failed = [place for place, step in enumerate(steps) if step.failed]
-    # Any prefix of these is evenly spread: 0, 4, 2, 6, 1, 5, 3, 7.
+    # Every prefix of these is evenly distributed: 0, 4, 2, 6, 1, 5, 3, 7.
     bits = max(1, (len(steps) - 1).bit_length())
     spread = sorted(range(len(steps)), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2))
     found, room = {middle}, MAX_ACTIONS - sizes[middle]
@@ -51,7 +51,7 @@ def step_picker(findings: Findings) -> str:
     if len(all_steps) < 2:
         return ""
     slowest, fastest = (pick(all_steps, key=lambda step: step.seconds) for pick in (max, min))
-    kinds = ((findings.step, "the middle one"), (slowest, "slowest"), (fastest, "fastest"))
+    kinds = ((findings.step, "median"), (slowest, "slowest"), (fastest, "fastest"))
     options = []
     for number, step in enumerate(shown):
         about = ", ".join(word for one, word in kinds if step is one)
@@ -61,7 +61,7 @@ def step_picker(findings: Findings) -> str:
     times = f"{milliseconds(fastest.seconds)} to {milliseconds(slowest.seconds)}"
     words = f"Each bar is a step: {count_noun(len(all_steps), 'step')} of {times}"
     if len(shown) < len(all_steps):
-        words += f". {len(shown)} of them, in colour, have a timeline here"
+        words += f". {len(shown)} of them, in colour, have a timeline"
     most = slowest.seconds or 1.0
     number_of = {id(step): number for number, step in enumerate(shown)}
     bars = []
@@ -71,7 +71,7 @@ def step_picker(findings: Findings) -> str:
         choice = f' data-step="{number_of[id(step)]}"' if id(step) in number_of else ""  # steps that can be chosen
         bars.append(f"<rect {place}{choice}/>")
     return (
-        '<div class="bar-of-tools"><label>Step <select id="step">' + "".join(options) + "</select></label>"
+        '<div class="toolbar"><label>Step <select id="step">' + "".join(options) + "</select></label>"
         '<div role="group" aria-label="Step" class="buttons">'
         '<button type="button" data-do="before" aria-label="Previous step">‹</button> '
         '<button type="button" data-do="after" aria-label="Next step">›</button></div></div>'
@@ -83,27 +83,27 @@ def step_picker(findings: Findings) -> str:
 
 # ── sections ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_MEANINGS = {
-    "fill": "until work reaches the rank, and its first gradient",
-    "drain": "no more, or ever less work comes",
-    "imbalance": "waits for a stage that computes longer than an even one would",
-    "communication": "the other rank is done, its message is on its way",
-    "host": "nothing is waited for: launching, sending, Python",
+_CAUSES = {
+    "fill": "before the rank's first action, and waits before its first gradient that balanced stages would have",
+    "drain": "after the rank's last action, and such waits after its first gradient",
+    "imbalance": "waits for a stage that computes longer than balanced stages would",
+    "communication": "the other rank has finished, its message is in transit",
+    "host": "no wait for a message: launches, sends, Python",
 }
 
 
 def page(findings: Findings) -> str:
     trace, schedule = findings.trace, findings.trace.schedule
     here = files("penstock.profile.report")
-    kinds = ("html", "css", "words.js", "chart.js", "js")
+    kinds = ("html", "css", "text.js", "chart.js", "js")
     template, style, *scripts = (here.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in kinds)
     versions = ", ".join(f"{name} {version}" for name, version in trace.versions.items())
-    missing = "" if trace.missing is None else f"One rank's part only: {trace.missing}. "
-    thin = ", and below it a thinner one for the same order, simulated with the median time of each action"
+    missing = "" if trace.missing is None else f"Records of one rank only: {trace.missing}. "
+    thin = ", and below it a thinner bar for the same order, simulated with the median time of each action"
     colours = [(kind, f"{kind} {ACTION_NAMES[kind]}") for kind in "FRBIW" if kind in trace.order.kinds]
     colours.append(("wait", "wait"))
     legend = [f'<span><i style="background:var(--{colour})"></i>{name}</span>' for colour, name in colours]
-    memory = "The bytes that each rank keeps for backwards to come"
+    memory = "The bytes that each rank has saved for pending backwards"
     if trace.memory != "saved":
         memory = f"The bytes {trace.memory} on each rank's device"
     return Template(template).substitute(
@@ -117,7 +117,7 @@ def page(findings: Findings) -> str:
         tiles=_tiles(findings),
         advice=_advice(findings),
         timeline_note=f"Each rank has a bar for its actions{'' if findings.simulation is None else thin}. Grey lines "
-        "between actions are waits; light boxes are spans around them. Time counts from the first action.",
+        "between actions are waits; light boxes are spans outside of actions. Time starts at the first action.",
         legend="".join(legend),
         bubble=_bubble(findings),
         memory_note=escape(f"{memory}, after each action. All rows have the same scale."),
@@ -129,7 +129,7 @@ def page(findings: Findings) -> str:
     )
 
 
-def rank_name(trace: TraceData, track: int) -> str:
+def rank_name(trace: Trace, track: int) -> str:
     """The global rank, and the replica if there are several."""
     one = trace.tracks[track]
     return f"rank {one.rank}" + (f" ({one.replica})" if len(trace.replicas) > 1 else "")
@@ -156,7 +156,7 @@ def _stack(parts: Iterable[tuple[str, float]], kind: str = "") -> str:
 
 def _tiles(findings: Findings) -> str:
     trace, simulation = findings.trace, findings.simulation
-    tiles = [(milliseconds(findings.step.seconds), f"{findings.what}, in the middle of all that were recorded")]
+    tiles = [(milliseconds(findings.step.seconds), f"{findings.what}, the median of those that were recorded")]
     if trace.predicted is not None and trace.seconds is not None:
         tiles.append((milliseconds(trace.predicted.seconds), prediction_source(trace.predicted, trace.seconds)))
     tiles.append((f"{findings.bubble:.1%}", "bubble, measured"))
@@ -174,19 +174,19 @@ def _tiles(findings: Findings) -> str:
 def _advice(findings: Findings) -> str:
     if not findings.advice:
         none = f"no change was found that saves {MIN_SAVING:.0%} of a step or more"
-        none = "this step cannot be simulated, for it is not whole" if findings.simulation is None else none
+        none = "this step cannot be simulated, because it is incomplete" if findings.simulation is None else none
         return f"<p>None: {none}.</p>"
     items = "".join(
         f'<li data-saved="{advice.saved:.6f}"><b>{"≤ " * advice.bound}{advice.saved:.0%}</b> {escape(advice.text)}</li>'
         for advice in findings.advice
     )
-    note = "Each change alone, simulated with the times that were measured. Gains do not add up."
+    note = "Each change is simulated alone, with the measured times. Savings do not add up."
     return f'<ol class="advice">{items}</ol><p class="note">{note}</p>'
 
 
 def _bubble(findings: Findings) -> str:
     legend = "".join(
-        f'<span><i style="background:var(--{cause})"></i><b>{cause}</b>: {_MEANINGS[cause]}</span>' for cause in CAUSES
+        f'<span><i style="background:var(--{cause})"></i><b>{cause}</b>: {_CAUSES[cause]}</span>' for cause in CAUSES
     )
     rows = []
     for idle in findings.idle:
@@ -204,7 +204,7 @@ def _bubble(findings: Findings) -> str:
 def _memory(findings: Findings) -> str:
     trace = findings.trace
     if not findings.peaks:
-        return "<p>The memory of this run is not known.</p>"
+        return "<p>The memory of this run is unknown.</p>"
     rows = []
     for peak in findings.peaks:
         inside = [
@@ -213,17 +213,17 @@ def _memory(findings: Findings) -> str:
             for stage, flight in peak.flight.items()
         ]
         if peak.rest:
-            inside.append(f"{format_size(peak.rest)} of parameters, gradients, optimizer and others")
+            inside.append(f"{format_size(peak.rest)} of parameters, gradients, optimizer state and others")
         who = escape(rank_name(trace, peak.track))
         rows.append([who, format_size(peak.bytes), escape(peak.after), escape("; ".join(inside)) or "–"])
     head = ["rank", "peak", "after", "composition"]
-    return _table(head, rows, "The action after which each rank keeps most.", texts=[3])
+    return _table(head, rows, "The peak of each rank, and the action after which it occurs.", texts=[3])
 
 
 def _stages(findings: Findings) -> str:
     trace, simulation, cut = findings.trace, findings.simulation, findings.cut
     if simulation is None:
-        return "<p>Not known: the trace has not all stages, or not whole steps.</p>"
+        return "<p>Unknown: the trace does not have all stages, or no complete steps.</p>"
     count, trains = trace.schedule.num_stages, simulation.schedule.trains
     times = simulation.costs.durations(count)
     seconds = stage_seconds(simulation.costs, count, trains)
@@ -241,10 +241,10 @@ def _stages(findings: Findings) -> str:
             row += [str(cut.after[stage]), milliseconds(better[stage])]
         rows.append([*row, bar])
     head = ["stage", "rank", "layers", "forward", "backward"]
-    words = "No cut is better, as far as the times of stages tell."
+    words = "The times of the stages show no better cut."
     caption = "The time of one micro-batch in each stage."
     if layers is None:
-        words = "The trace's plan does not name the layers, so no other cut is suggested."
+        words = "The plan of the trace has no layers, so no other cut is suggested."
     elif cut is not None:
         head += ["layers, better cut", "both, better cut"]
         words = f"{cut.text[0].upper()}{cut.text[1:]} saves {cut.saved:.1%}, if the layers of a stage cost alike."
@@ -254,7 +254,7 @@ def _stages(findings: Findings) -> str:
 
 def _edges(findings: Findings) -> str:
     if not findings.edges:
-        return "<p>There are none: the model is one stage.</p>"
+        return "<p>None: the model is one stage.</p>"
     rows = []
     for edge in findings.edges:
         inside = edge.ranks[0] == edge.ranks[1]
@@ -263,12 +263,12 @@ def _edges(findings: Findings) -> str:
         ends = f"{edge.src} → {edge.dst}", f"{edge.ranks[0]} → {edge.ranks[1]}"
         sizes = format_size(edge.forward), format_size(edge.backward)
         rows.append([*ends, str(edge.messages), *sizes, took, speed])
-    caption = "Bytes forward and back are those of one message. A time is known where a rank waited for messages."
+    caption = "Bytes are those of one message. The time is known if a rank waited for messages."
     head = ["stages", "ranks", "messages", "bytes forward", "bytes back", "takes", "bandwidth"]
     return _table(head, rows, caption)
 
 
-def _plan(trace: TraceData) -> str:
+def _plan(trace: Trace) -> str:
     stages = trace.plan.get("stages", [])
     devices = trace.plan.get("devices") or [""] * len(stages)
     rows = []
@@ -302,7 +302,7 @@ def _data(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _step(trace: TraceData, step: StepRecord, simulated: float | None) -> dict[str, Any]:
+def _step(trace: Trace, step: StepRecord, simulated: float | None) -> dict[str, Any]:
     """One step, in seconds since its first action; ``simulated`` is its simulated duration."""
     parts = step.of(range(len(trace.tracks)))
     zero = min(part.actions[0].start for part in parts)
@@ -330,4 +330,4 @@ def _step(trace: TraceData, step: StepRecord, simulated: float | None) -> dict[s
     ends = [done.end - zero for part in parts for done in part.actions]
     ends += [span.end - zero for part in parts for span in spans(part)]
     length = max([*ends, simulated or 0.0])
-    return {"name": step.name, "seconds": length, "paper": simulated is not None, "rows": rows}
+    return {"name": step.name, "seconds": length, "has_simulation": simulated is not None, "rows": rows}

@@ -1,4 +1,4 @@
-"""``TraceData``: the actions of every rank in some steps, with their times; its numbers, text and files."""
+"""``Trace``: the actions of every rank in some steps, with statistics, text and file formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from penstock import _registry
 from penstock.errors import PenstockError, PlanError
@@ -20,6 +20,9 @@ from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import ACTION_NAMES, Action, Edge, Schedule
 from penstock.schedule.simulate import Prediction, Simulation, simulate
 from penstock.split.plan import Plan
+
+if TYPE_CHECKING:
+    from penstock.profile.report.findings import Findings
 
 FORMAT = 1
 
@@ -54,35 +57,35 @@ PREDICTION_SOURCES = {
 }
 
 _NO_STEP = (
-    "this trace has no whole step: its block must end before it is used, and at least one step must come in it after "
-    "those that are skipped"
+    "this trace has no complete step: use it after its block has ended, and run at least one step in the block after "
+    "the skipped ones"
 )
 
 
 @dataclass(repr=False)
-class TraceData:
-    """The records of ``with pipe.trace() as trace``, and the numbers that follow from them.
+class Trace:
+    """The records of ``with pipe.trace() as trace``, and statistics of them.
 
-    It is filled when the block has ended. Under a mesh every rank gets the records of all ranks. Times are in seconds
-    since the trace began, on the first rank's clock. ``memory`` says how the memory of an action is counted: on GPUs
-    the bytes ``"allocated"`` on its device; else the bytes ``"saved"`` for pending backwards, where each micro-batch in
-    flight counts as many as the first one of its stage (``saved``).
+    The trace is filled when the block has ended. Under a mesh every rank gets the records of all ranks. Times are in
+    seconds since the trace began, on the clock of the first rank. ``memory`` is the kind of memory counts: on GPUs the
+    bytes ``"allocated"`` on the device; otherwise the bytes ``"saved"`` for pending backwards, where each micro-batch
+    in flight counts with the bytes of the first one of its stage (``saved``).
     """
 
     schedule: Schedule  # of a step with all micro-batches
     edges: tuple[Edge, ...]
-    plan: Mapping[str, Any] = field(default_factory=dict)  # as written by Plan.save
+    plan: Mapping[str, Any] = field(default_factory=dict)  # the JSON data of Plan.save
     tracks: tuple[Track, ...] = ()
     steps: tuple[StepRecord, ...] = ()
     saved: Mapping[int, int] = field(default_factory=dict)
     memory: str = "saved"
     versions: Mapping[str, str] = field(default_factory=dict)
-    missing: str | None = None  # why it has the records of one rank only
-    prediction: Prediction | None = None  # of the plan or costs that the pipeline was made from
+    missing: str | None = None  # the reason if it has the records of one rank only
+    prediction: Prediction | None = None  # from the plan or the costs of the pipeline
 
     @property
     def replicas(self) -> dict[int, list[int]]:
-        """The tracks of each pipeline by its number: several with data or tensor parallelism."""
+        """The tracks of each pipeline, by its number; several pipelines with data or tensor parallelism."""
         found: dict[int, list[int]] = {number: [] for number in sorted({track.replica for track in self.tracks})}
         for t, track in enumerate(self.tracks):
             found[track.replica].append(t)
@@ -90,9 +93,9 @@ class TraceData:
 
     @property
     def bubble(self) -> float | None:
-        """The fraction of a step, from its first action to its last, in which ranks work on no action.
+        """The idle fraction of a step, from its first action to its last.
 
-        The mean over ranks and the median over steps; None if no whole step was recorded.
+        The mean over ranks and the median over steps; None if no complete step was recorded.
         """
         return _median(self.step_bubble(step) for step in self.typical_steps())
 
@@ -105,8 +108,8 @@ class TraceData:
     def predicted(self) -> Prediction | None:
         """The predicted step, and its source ``by``: a plan, costs, ``replan``, or a simulation of this trace.
 
-        The simulation is used if the pipeline has no prediction, or if other steps were recorded than it was made for.
-        None if no whole step was recorded.
+        The simulation is used if the pipeline has no prediction, or one for another number of micro-batches. None if no
+        complete training step was recorded.
         """
         steps = self.typical_steps()
         if self.missing is not None or not steps or steps[0].kind != "step":
@@ -120,13 +123,13 @@ class TraceData:
 
     @property
     def comparison(self) -> str | None:
-        """One line with the predicted and the measured time and memory; None without a prediction."""
+        """One line with the measured and the predicted time and memory; None without a prediction."""
         text, seconds = prediction_text(self), self.seconds
         return None if text is None or seconds is None else f"step {milliseconds(seconds)} measured, {text}"
 
     @property
     def shared_gpus(self) -> list[list[int]]:
-        """For each GPU that several ranks share: their tracks."""
+        """The tracks of each GPU that several ranks share."""
         found: dict[str, list[int]] = {}
         for t, track in enumerate(self.tracks):
             if track.gpu:
@@ -135,7 +138,7 @@ class TraceData:
 
     @property
     def order(self) -> Schedule:
-        """The schedule that most of the recorded steps ran."""
+        """The schedule of most of the recorded steps."""
         steps = self.typical_steps()
         if not steps:
             raise PlanError(_NO_STEP)
@@ -151,7 +154,7 @@ class TraceData:
         return Schedule.of(self.schedule.name, placement, orders, count)
 
     def typical_steps(self) -> list[StepRecord]:
-        """The whole steps that ran the same actions as most others; training steps, if there are any."""
+        """The complete steps with the most common sequence of actions; only training steps, if there are any."""
         whole = [step for step in self.steps if not step.failed and step.of(range(len(self.tracks)))]
         whole = [step for step in whole if step.kind == "step"] or whole
         groups: dict[object, list[StepRecord]] = defaultdict(list)
@@ -161,7 +164,7 @@ class TraceData:
         return max(groups.values(), key=len, default=[])
 
     def messages(self, step: StepRecord) -> Iterator[TracedMessage]:
-        """All messages of a step whose source and target are recorded."""
+        """All messages of a step with a recorded source and target."""
         for parts in map(step.of, self.replicas.values()):
             targets: dict[tuple[bool, int, int], tuple[RankRecord, ActionRecord]] = {}
             for part in parts:
@@ -198,9 +201,9 @@ class TraceData:
     def costs(self) -> Costs:
         """The median time of each kind of action per stage, in seconds, and of each edge between ranks.
 
-        If backwards are not split, ``i`` and ``w`` are half of one each; if they are, ``b`` is the sum of both. The
-        latency of an edge is the time from the end of an action until a waiting rank has its message, which includes
-        the transfer; it is 0 if no rank ever waited. ``activation`` is the number of bytes saved.
+        If backwards are not split, ``i`` and ``w`` are half of a backward each; if they are, ``b`` is the sum of both.
+        The latency of an edge is the time from the end of an action to the arrival of its message at a waiting rank,
+        which includes the transfer. It is 0 if no rank waited. ``activation`` is the number of bytes saved.
         """
         steps = [step for step in self.steps if not step.failed]
         times: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -213,7 +216,7 @@ class TraceData:
             raise PlanError(_NO_STEP)
         missing = [stage for stage in stages if not times["F", stage]]
         if missing:
-            why = "" if self.missing is None else f", for it has one rank's part only: {self.missing}"
+            why = "" if self.missing is None else f", because it has the records of one rank only: {self.missing}"
             raise PlanError(f"this trace has no forward of stages {missing}{why}")
         latencies: dict[Edge, list[float]] = defaultdict(list)
         sizes: dict[Edge, list[float]] = defaultdict(list)
@@ -246,21 +249,21 @@ class TraceData:
         )
         if len(self.replicas) > 1:
             head += f", {len(self.replicas)} replicas"
-        lines = [head] + ([] if self.missing is None else [f"one rank's part only: {self.missing}"])
+        lines = [head] + ([] if self.missing is None else [f"records of one rank only: {self.missing}"])
         steps = self.typical_steps()
         if not steps:
-            return "\n".join([*lines, "no whole step"])
+            return "\n".join([*lines, "no complete step"])
         times = [step.seconds for step in steps]
         middle, least, most = (milliseconds(pick(times)) for pick in (median, min, max))
         lines.append(f"step    {middle} (median of {len(times)}; {least} to {most})")
         lines += [f"        {text}" for text in [prediction_text(self)] if text]
         if self.bubble is not None:
             lines.append(f"bubble  {self.bubble:.1%} measured")
-            with suppress(PenstockError):  # records of one rank only, or of half of a call
+            with suppress(PenstockError):  # only the records of one rank, or of the forward of a call
                 lines[-1] += f", {self.simulation().bubble:.1%} simulated with the median time of each action"
         for tracks in self.shared_gpus:
             ranks = ", ".join(str(self.tracks[t].rank) for t in tracks)
-            lines.append(f"ranks {ranks} share a GPU, its time and its memory")
+            lines.append(f"ranks {ranks} share a GPU")
         rows: list[tuple[str, ...]] = []
         for t, track in enumerate(self.tracks):
             parts = [part for step in steps for part in step.of([t])]
@@ -270,7 +273,7 @@ class TraceData:
                 medians = [median(column) for column in (*zip(*known, strict=True), other)]
                 stages = " ".join(map(str, schedule.stages_of(track.place)))
                 rows.append((str(track.rank), track.device, stages, *map(milliseconds, medians)))
-        heads = ("rank", "device", "stages", "busy", "waits", "around", "other")
+        heads = ("rank", "device", "stages", "busy", "waits", "spans", "other")
         return "\n".join([*lines, "", *format_table(heads, rows, right=range(3, 7))])
 
     def __repr__(self) -> str:
@@ -284,14 +287,14 @@ class TraceData:
         Path(path).write_text(json.dumps(self.to_data()))
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
+    def load(cls, path: str | Path) -> Trace:
         """Read a JSON file written by ``save``."""
         data = parse_json(Path(path).read_bytes(), f"{path} is not a saved trace, nor JSON at all")
         if not isinstance(data, dict) or "penstock_trace" not in data:
-            raise PlanError(f"{path} is not a saved trace: trace.save writes them, and trace.chrome does not")
+            raise PlanError(f"{path} is not a saved trace: load a file written by trace.save, not by trace.chrome")
         if data["penstock_trace"] != FORMAT:
             raise PlanError(
-                f"{path}: trace format {data['penstock_trace']!r} cannot be read here: expected {FORMAT}. Read it with "
+                f"{path}: trace format {data['penstock_trace']!r} is not supported: expected {FORMAT}. Read it with "
                 "the version of penstock that wrote it, or record it again"
             )
         try:
@@ -321,7 +324,7 @@ class TraceData:
         }
 
     @classmethod
-    def from_data(cls, data: dict[str, Any]) -> Self:
+    def from_data(cls, data: dict[str, Any]) -> Trace:
         check_schema(data, _SCHEMA, "the trace")
         given = data["schedule"]
         orders = [[Action.parse(name) for name in order.split()] for order in given["orders"]]
@@ -364,13 +367,13 @@ class TraceData:
         return trace
 
     def chrome(self, path: str | Path) -> None:
-        """Write a file for https://ui.perfetto.dev or chrome://tracing: a track for each rank, arrows for messages."""
+        """Write a file for https://ui.perfetto.dev or chrome://tracing: one track per rank, one arrow per message."""
         Path(path).write_text(json.dumps(_chrome_trace(self)))
 
     def table(self, path: str | Path | None = None) -> Sequence[Mapping[str, Any]]:
-        """A row for each action; with ``path`` also written as ``.json`` or, with pyarrow, as ``.parquet``.
+        """One row per action; with ``path`` also written as ``.json`` or, with pyarrow, as ``.parquet``.
 
-        ``received`` counts the bytes of its input messages; ``waited_for`` is the stage with the longest wait.
+        ``received`` is the number of bytes of its input messages; ``waited_for`` is the peer stage of its longest wait.
         """
         rows: list[dict[str, Any]] = []
         for step in self.steps:
@@ -397,34 +400,43 @@ class TraceData:
                 import pyarrow  # type: ignore[import-not-found,import-untyped,unused-ignore]
                 import pyarrow.parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
             except ImportError as error:
-                raise PlanError("to write .parquet, pyarrow is needed: pip install pyarrow, or write .json") from error
+                raise PlanError(".parquet files need pyarrow: pip install pyarrow, or write .json") from error
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), target)
         else:
-            raise PlanError(f"a table is written as .json or .parquet, not as {target.name!r}")
+            raise PlanError(f"a table is written to a .json or .parquet file, not to {target.name!r}")
         return rows
+
+    def report(self, path: str | Path) -> Findings:
+        """Write an HTML page with the timeline of a step, the causes of idle time and advice. Return its contents."""
+        from penstock.profile.report.findings import analyze
+        from penstock.profile.report.page import page
+
+        findings = analyze(self)
+        Path(path).write_text(page(findings), encoding="utf-8")
+        return findings
 
     def _repr_html_(self) -> str:
         return str(_registry.viz().trace_html(self))
 
 
 def _median(numbers: Iterable[float | None]) -> float | None:
-    """The median of the numbers that are known, at least 0."""
+    """The median of the numbers other than None, at least 0."""
     known = [number for number in numbers if number is not None]
     return max(0.0, median(known)) if known else None
 
 
 def _first(*numbers: float | None) -> float:
-    """The first number that is not None, else 0."""
+    """The first number other than None, or 0."""
     return next((number for number in numbers if number is not None), 0.0)
 
 
 def milliseconds(seconds: float) -> str:
-    """As in ``1.23 ms``; in seconds from 1 s on."""
+    """Such as ``1.23 ms``; from 1 s on in seconds."""
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def prediction_text(trace: TraceData) -> str | None:
-    """The prediction as text, to be printed beside the measured time of a step."""
+def prediction_text(trace: Trace) -> str | None:
+    """The prediction as text, with its difference from the measurement."""
     predicted, seconds = trace.predicted, trace.seconds
     if predicted is None or seconds is None:
         return None
@@ -446,7 +458,7 @@ def prediction_text(trace: TraceData) -> str | None:
 
 
 def prediction_source(prediction: Prediction, seconds: float) -> str:
-    """The source of a prediction, and its distance from the measured ``seconds``."""
+    """The source of a prediction, and its difference from the measured ``seconds``."""
     return f"{PREDICTION_SOURCES[prediction.by]} ({_difference(prediction.seconds, seconds)})"
 
 
@@ -458,14 +470,14 @@ def _difference(expected: float, measured: float) -> str:
 # ── Chrome's and Perfetto's JSON ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _chrome_trace(trace: TraceData) -> dict[str, Any]:
-    """The whole file, with times in microseconds from 0 on: a process for each replica, a thread for each rank.
+def _chrome_trace(trace: Trace) -> dict[str, Any]:
+    """The contents of the file, with times in microseconds from 0 on: one process per replica, one thread per rank.
 
     rank 0  ▕▔0F0▔▏▕▔0F1▔▏                       an "X" event for each action and each wait;
-               ╲ s    ╲                          an "s" and an "f" event with one id are the ends of an arrow,
+               ╲ s    ╲                          an "s" and an "f" event with the same id are the ends of an arrow,
     rank 1    f ▕▔1F0▔▏▕▔1F1▔▏                   each within its action
     """
-    # All ids are distinct, and none is 0: Perfetto takes thread 0 for the main thread of its process.
+    # All ids are distinct and not 0: Perfetto treats thread 0 as the main thread of its process.
     replicas, count = trace.replicas, len(trace.tracks)
     ranks = [{"pid": 1 + track.replica, "tid": 1 + len(replicas) + t} for t, track in enumerate(trace.tracks)]
     rows = {replica: {"pid": 1 + replica, "tid": 1 + len(replicas) + count + replica} for replica in replicas}
@@ -487,7 +499,7 @@ def _chrome_trace(trace: TraceData) -> dict[str, Any]:
     for step in trace.steps:
         for part in step.parts:
             track, where = trace.tracks[part.track], ranks[part.track]
-            if track.place == 0:  # on the first rank: the next step may begin before others have ended this one
+            if track.place == 0:  # on the first rank only: it may begin the next step before others end this one
                 add(step.name, "step", part.begin, part.end, rows[track.replica])
             for done in part.actions:
                 stage, kind, microbatch = done.action

@@ -1,4 +1,4 @@
-"""``Pipeline.trace``: record steps, and turn the records of all ranks into one ``Trace`` when the block ends."""
+"""``Pipeline.trace``: record steps, and collect the records of all ranks in a ``Trace`` when the block ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from penstock.engine.executor import Executor
 from penstock.engine.recorder import ProgramRecord, RecordedRun, StepRecorder
 from penstock.errors import PlanError
-from penstock.profile.trace import Trace
+from penstock.profile.trace.analysis import Trace
 from penstock.profile.trace.records import (
     ActionRecord,
     RankRecord,
@@ -32,13 +32,13 @@ from penstock.train.launch import is_rank0, print0
 from penstock.train.mesh import Mesh
 from penstock.version import __version__
 
-Clock = Callable[[int], float]  # the seconds that a number on this process's clock stands for
+Clock = Callable[[int], float]  # converts a time of this process's clock to seconds on the common clock
 
 
 def rank_records(
     recorder: StepRecorder, run: RecordedRun, clock: Clock, placement: Sequence[int], tracks: Mapping[int, int]
 ) -> list[RankRecord]:
-    """Records of the ranks of this process in a run; ``tracks[r]`` is the track of the pipeline's rank ``r``."""
+    """The records of the ranks of this process in a run; ``tracks[r]`` is the track of the pipeline's rank ``r``."""
     actions: dict[int, list[ActionRecord]] = {rank: [] for rank in tracks}
     common = [Span(name, clock(begin), clock(end)) for name, begin, end in run.spans]
     spans = {rank: list(common) for rank in tracks}
@@ -58,14 +58,14 @@ def rank_records(
 def _actions(
     recorder: StepRecorder, run: RecordedRun, program: ProgramRecord, clock: Clock
 ) -> tuple[list[ActionRecord], list[WaitRecord]]:
-    """The actions of one program, as far as it got, and the waits after the last of them, until sends are over."""
+    """The completed actions of one program, and the waits for sends after the last action."""
     found: list[ActionRecord] = []
     waits: list[WaitRecord] = []
-    sends: dict[int, list[SendRecord]] = defaultdict(list)  # by their action's place in what was found
-    freed: dict[object, float] = {}  # when a device was done with its action before
+    sends: dict[int, list[SendRecord]] = defaultdict(list)  # by the index of their action in ``found``
+    previous_end: dict[object, float] = {}  # end of the previous action, by device
     for at, (instruction, what, peer) in enumerate(program.calls):
         start, stop = program.stamps[at], program.end(at)
-        if not stop:  # it failed here
+        if not stop:  # the program failed here
             break
         if what in ("wait", "sent"):
             waits.append(WaitRecord(peer, clock(start), clock(stop), "message" if what == "wait" else "sent"))
@@ -76,12 +76,12 @@ def _actions(
             if at in program.seconds:
                 device, *since = program.seconds[at]
                 begin, end = (clock(recorder.devices.on_host(device, run.mark, seconds)) for seconds in since)
-                # The host did not wait for messages, but the device: from its last action, if the host was ahead.
-                last = freed.get(device, 0.0)
+                # The device waited for messages, not the host: since its previous action, if the host was ahead.
+                last = previous_end.get(device, 0.0)
                 messages = [wait for wait in waits if wait.what == "message"]
                 waits = [WaitRecord(wait.peer, min(max(last, wait.end), begin), begin) for wait in messages]
                 done = ActionRecord(action, begin, end, clock(start), program.memory[at], tuple(waits))
-                freed[device] = end
+                previous_end[device] = end
             else:
                 done = ActionRecord(action, clock(start), clock(stop), waits=tuple(waits))
             found.append(done)
@@ -93,11 +93,11 @@ clock: Callable[[], int] = time.perf_counter_ns
 
 
 ProcessRecord = tuple[list[Track], dict[int, int], list[tuple[str, bool, list[RankRecord]]]]
-"""Tracks, saved bytes by stage, and runs (kind, failed, parts) of one process; tracks are numbered within it."""
+"""Tracks, saved bytes by stage, and runs (kind, failed, parts) of one process; track numbers start at 0 in each."""
 
 
 class TraceRecording:
-    """The block of ``pipe.trace()``. Its trace is filled when it ends."""
+    """The context manager of ``pipe.trace()``. It fills the trace when the block ends."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class TraceRecording:
         mesh: Mesh | None,
         steps: int | None,
         skip: int,
-        prediction: Callable[[], Prediction | None] = lambda: None,
-        quiet: bool = False,
+        prediction: Callable[[], Prediction | None],
+        quiet: bool,
     ) -> None:
-        """``prediction`` is called when the block has ended, and printed beside the measurement unless ``quiet``."""
+        """``prediction`` is called after the block. Its result is printed with the measurement unless ``quiet``."""
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-            raise PlanError(f"trace(steps={steps!r}): how many steps to record must be at least 1, or None for all")
+            raise PlanError(f"trace(steps={steps!r}): the number of steps must be at least 1, or None for all steps")
         if not isinstance(skip, int) or isinstance(skip, bool) or skip < 0:
-            raise PlanError(f"trace(skip={skip!r}): how many steps to leave out first must be at least 0")
+            raise PlanError(f"trace(skip={skip!r}): the number of steps to skip must be at least 0")
         self.executor, self.mesh = executor, mesh
         self.steps, self.skip = steps, skip
         self.prediction, self.quiet = prediction, quiet
@@ -124,9 +124,9 @@ class TraceRecording:
     def __enter__(self) -> Trace:
         executor = self.executor
         if executor.recorder is not None:
-            raise PlanError("this pipeline is being traced already: end that trace before another one begins")
+            raise PlanError("this pipeline is being traced already: end that trace before you begin another one")
         if self.trace.tracks:
-            raise PlanError("this trace has ended: call pipe.trace() again for another one")
+            raise PlanError("this trace has ended: call pipe.trace() again for a new one")
         devices = [stage.device for stage in executor.stages.values()]
         self.recorder = StepRecorder(devices, self.steps, self.skip, clock)
         executor.begin_recording(self.recorder)
@@ -138,7 +138,7 @@ class TraceRecording:
         try:
             records, missing = self.executor.end_recording(self.recorder, error, self._process_record)
         except BaseException:
-            self._fill([self._process_record()], "the others' could not be had")
+            self._fill([self._process_record()], "the records of other ranks could not be collected")
             raise
         self._fill(records, missing)
         if missing is None:
@@ -167,7 +167,7 @@ class TraceRecording:
         return tracks, dict(recorder.saved), runs
 
     def _fill(self, shares: Sequence[ProcessRecord], missing: str | None = None) -> None:
-        """The trace, of the shares of one or all processes."""
+        """Fill the trace with the records of one or of all processes."""
         trace = self.trace
         found: dict[tuple[int, str], list[tuple[bool, list[RankRecord]]]] = {}
         tracks: list[Track] = []

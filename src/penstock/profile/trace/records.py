@@ -15,7 +15,7 @@ from penstock.schedule.schedule import Action, Edge
 
 
 def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of some spans of time."""
+    """The length of the union of time spans."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -25,9 +25,9 @@ def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class WaitRecord:
-    """A rank waits for a message, or for the completion of its send."""
+    """A wait of a rank for a message, or for the completion of its send."""
 
-    peer: int  # the stage at the other end
+    peer: int  # the other stage of the message
     start: float
     end: float
     what: str = "message"  # or "sent"
@@ -35,9 +35,9 @@ class WaitRecord:
 
 @dataclass(frozen=True, slots=True)
 class SendRecord:
-    """A message to another stage, on the same rank or another; ``start`` and ``end`` are those of the send call."""
+    """A message to another stage, on the same or another rank; ``start`` and ``end`` are the times of the send call."""
 
-    target: int  # the stage that takes it
+    target: int  # the stage that receives it
     start: float
     end: float
     bytes: int
@@ -47,8 +47,8 @@ class SendRecord:
 class ActionRecord:
     """An action with the waits before it and the sends after it.
 
-    On a GPU the times are those of the device, and ``launched`` is when the host began to launch it. ``memory`` are the
-    bytes after the action.
+    On a GPU, ``start`` and ``end`` are times of the device, and ``launched`` is when the host began to launch the
+    action. ``memory`` is the number of bytes after the action.
     """
 
     action: Action
@@ -65,7 +65,7 @@ class ActionRecord:
 
     @property
     def waited(self) -> float:
-        """Seconds that the rank waited before it; concurrent waits count once."""
+        """Seconds that the rank waited before the action; concurrent waits count once."""
         return covered_seconds((wait.start, wait.end) for wait in self.waits)
 
     def to_row(self) -> list[Any]:
@@ -81,7 +81,7 @@ class ActionRecord:
 
 
 class TracedMessage(NamedTuple):
-    """A message from one action to another, between two ranks or within one."""
+    """A message from one action to another, between two ranks or within a rank."""
 
     source: ActionRecord
     sent: SendRecord
@@ -98,7 +98,7 @@ class TracedMessage(NamedTuple):
 
     @property
     def seconds(self) -> float | None:
-        """The time in transit; known if the receiver was waiting when it was sent."""
+        """The time in transit; None unless the receiver was waiting when the message was sent."""
         sent = max(self.sent.start, self.source.end)
         if self.wait is None or self.wait.start > sent:
             return None
@@ -107,10 +107,10 @@ class TracedMessage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Time that a rank spends outside of actions, by name.
+    """A named span of time outside of actions.
 
-    ``announce``: the ranks agree on the mini-batch. ``sends``: completion of the last sends. ``reduce``: all-reduce of
-    gradients over replicas. ``loss``: broadcast of the loss.
+    ``announce``: exchange of the mini-batch's description between ranks. ``sends``: completion of the last sends.
+    ``reduce``: all-reduce of gradients over replicas. ``loss``: broadcast of the loss.
     """
 
     name: str
@@ -166,9 +166,9 @@ class RankRecord:
 class Track:
     """One rank of the mesh: a thread or a process."""
 
-    rank: int  # global; of threads, the pipeline rank
-    replica: int  # its pipeline
-    place: int  # its rank in that pipeline
+    rank: int  # global rank; for threads, the rank in the pipeline
+    replica: int  # number of its pipeline
+    place: int  # rank in that pipeline
     device: str
     gpu: str = ""  # UUID
     clock_error: float = 0.0  # maximal error of its clock relative to the first rank, in seconds
@@ -176,9 +176,9 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One mini-batch: a training step, a forward without gradients, or one half of a call with them."""
+    """One mini-batch: a training step, a forward without gradients, or the forward or backward of a call."""
 
-    number: int  # in the trace
+    number: int  # index in the trace
     kind: str  # "step", "evaluate", "call" or "backward"
     parts: tuple[RankRecord, ...]
     failed: bool = False
@@ -189,7 +189,7 @@ class StepRecord:
 
     @property
     def name(self) -> str:
-        """As in ``step 3``, or ``evaluate 4 (failed)``."""
+        """Such as ``step 3`` or ``evaluate 4 (failed)``."""
         return f"{self.kind} {self.number}" + (" (failed)" if self.failed else "")
 
     def to_data(self) -> dict[str, Any]:
@@ -210,9 +210,9 @@ class StepRecord:
 def pending_backwards(
     actions: Iterable[ActionRecord], kept: Counter[tuple[int, int]], trains: bool = True
 ) -> Iterator[ActionRecord]:
-    """The actions, while ``kept`` counts the micro-batches with a pending backward: by stage and micro-batch.
+    """Yield each action after updating ``kept``, which counts the pending backwards by stage and micro-batch.
 
-    A stage keeps a micro-batch from its forward, or from its recompute, to the end of its backward.
+    A backward is pending from its forward, or from its recompute, to its end.
     """
     actions = list(actions)
     recomputed = {done.action[::2] for done in actions if done.action.kind == "R"}
@@ -227,7 +227,7 @@ def pending_backwards(
 
 
 def with_memory(steps: Iterable[StepRecord], saved: Mapping[int, int]) -> tuple[StepRecord, ...]:
-    """Fill in the memory of actions on ranks whose devices do not count it: bytes saved for pending backwards.
+    """Set the memory of actions for which no allocated bytes are known: the bytes saved for pending backwards.
 
     Messages, and the inputs kept for a recompute, do not count.
     """
@@ -237,7 +237,7 @@ def with_memory(steps: Iterable[StepRecord], saved: Mapping[int, int]) -> tuple[
         parts = []
         for part in step.parts:
             kept = in_flight.setdefault(part.track, Counter())
-            if step.kind == "step":  # only a failed step leaves micro-batches behind
+            if step.kind == "step":  # pending backwards of a failed step are dropped
                 kept.clear()
             actions = []
             for done in pending_backwards(part.actions, kept, step.kind in ("step", "call")):

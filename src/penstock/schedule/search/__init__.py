@@ -33,21 +33,21 @@ from penstock.schedule.search.tabu import NodeTable, tabu_search
 __all__ = ["SearchResult", "auto"]
 
 # The search does a fixed amount of work, counted in ops: the unit is the evaluation of one op of an order.
-_OPS_PER_SECOND = 3.2e6  # that a core reaches at least
-_JUSTIFY_COST = 6.0  # per op, to justify an order once
-_STEP_OVERHEAD = 150  # of a step of tabu search, besides its ops
-_SEARCH_SHARE = 0.6  # of the time, for few micro-batches, where the result has to be extended to more
-_TABU_SHARE = 0.6  # of that time
-_SMALL = 1024  # pairs of stage and micro-batch up to which all micro-batches are searched
+_OPS_PER_SECOND = 3.2e6  # lower limit for one core
+_JUSTIFY_COST = 6.0  # ops of a justification pass, per op of the order
+_STEP_OVERHEAD = 150  # ops of a step of tabu search, in addition to those of its order
+_SEARCH_SHARE = 0.6  # share of the time for the search with few micro-batches, if its result is extended to more
+_TABU_SHARE = 0.6  # share of that time for tabu search
+_SMALL = 1024  # largest number of (stage, micro-batch) pairs that is searched without extension
 
-_STARTS = 12  # that are justified
-_START_MARGIN = 1.05  # how much slower than the best a start may be
-_OVERRUNS = (0.0, 0.5)  # values of ``overrun`` with which W is placed into a start
-_PASSES = (2, 8)  # of justification: of all starts, then of the best ones
-_TRACKS = (4, 2, 1)  # orders that each round of tabu search improves
-_MIN_STEPS = 150  # of tabu search, for each of them
+_STARTS = 12  # initial orders that are justified
+_START_MARGIN = 1.05  # largest makespan of an initial order, relative to the best
+_OVERRUNS = (0.0, 0.5)  # values of ``overrun`` for placing W into an initial order
+_PASSES = (2, 8)  # justification passes of all initial orders, then of the best ones
+_TRACKS = (4, 2, 1)  # number of orders that each round of tabu search improves
+_MIN_STEPS = 150  # least number of steps of tabu search per order
 
-_Found = tuple[float, Orders]
+_TimedOrders = tuple[float, Orders]
 """A makespan and its orders."""
 
 
@@ -71,7 +71,7 @@ class SearchResult:
         certain = f"at most {self.gap:.1%} slower than the best order" if self.gap > TOLERANCE else "no order is faster"
         return (
             f"makespan {self.makespan:.4g}, lower bound {self.lower_bound:.4g}: {certain}\n"
-            f"peak memory {self.peak_memory[rank]:.4g} on rank {rank}, of {self.cap[rank]:.4g} that it may keep"
+            f"peak memory {self.peak_memory[rank]:.4g} on rank {rank}, with a cap of {self.cap[rank]:.4g}"
         )
 
 
@@ -89,25 +89,24 @@ def auto(
 ) -> SearchResult:
     """Search a short schedule for ``m`` micro-batches with stage ``s`` on rank ``placement[s]``.
 
-    ``cap`` is the memory of each rank, one number for all or one per rank, in the unit of ``costs.activation``;
-    infinity is no limit. By default it is, for all ranks, the peak of 1F1B's fullest rank: the r-th of p ranks, counted
-    by their first stages, holds p - r micro-batches (at most m) in all its stages. A cap under which there is no order
-    raises ``ScheduleError``.
+    ``cap`` is the activation memory of each rank, one number for all or one per rank, in the unit of
+    ``costs.activation``; infinity is no limit. The default, for all ranks, is the largest peak of a rank with 1F1B: the
+    r-th of p ranks, counted by their first stages, holds p - r micro-batches (at most m) in all its stages. If no order
+    fits the cap, ``auto`` raises ``ScheduleError``.
 
     ``recompute`` selects the stages whose forwards keep only ``costs.checkpoint`` and run again before their backward:
-    none, all (True), or the given stages. With None the search chooses, per stage and micro-batch, and recomputes where
-    that saves time under the cap. A recompute is an action like any other: it runs whenever there is time, and memory
-    for its activations.
+    none, all (True), or the given stages. With None, the search chooses per stage and micro-batch, and recomputes where
+    that saves time under the cap. The search places recomputes like other actions, where time and memory allow.
 
-    The result keeps the cap, and is never slower than a fixed schedule that keeps it on the same placement with the
-    same recomputes. Its figures are those of ``simulate``.
+    The result fits the cap. It is never slower than a fixed schedule that fits the cap, with the same placement and
+    recomputes. Its times and memory are those of ``simulate``.
 
-    The amount of search depends on the size of the problem and on ``seconds`` of one core's time. The same arguments
-    give the same result, unless the core is so slow that the time expires; the fixed schedules are compared even then.
-    With ``repeatable`` the time never expires, for ranks that must agree on the result.
+    The amount of search depends on the size of the problem and on ``seconds`` of CPU time. The same arguments give the
+    same result, unless a slow core exceeds this time. The fixed schedules are always compared. With ``repeatable`` the
+    time has no limit, so that all ranks get the same result.
     """
     if not 0 <= seconds < math.inf:
-        raise ScheduleError(f"seconds={seconds}: expected how long to search, from 0")
+        raise ScheduleError(f"seconds={seconds}: expected a search time of at least 0")
     begin = time.thread_time()
     problem, edges = make_problem(costs, placement, m, cap, edges, recompute)
     bound = lower_bound(problem)
@@ -130,8 +129,8 @@ def auto(
     return SearchResult(best.schedule, best.makespan, min(bound, best.makespan), best.peak_memory, problem.cap)
 
 
-def _fixed(problem: Problem, costs: Costs, edges: Sequence[Edge], limit: float) -> list[_Found]:
-    """The fixed schedules that keep the cap, split and with full backwards, with their makespans up to ``limit``."""
+def _fixed(problem: Problem, costs: Costs, edges: Sequence[Edge], limit: float) -> list[_TimedOrders]:
+    """The fixed schedules that fit the cap, with split and with full backwards, and their makespans up to ``limit``."""
     full = problem.with_full_backwards()
     choices = recompute_choices(full)
     known = [orders for choice in choices for orders in fixed_orders(choice)]
@@ -142,7 +141,7 @@ def _fixed(problem: Problem, costs: Costs, edges: Sequence[Edge], limit: float) 
     found = []
     for orders in known:
         makespan = place_weight_grads(full, orders, None, limit)
-        if makespan < math.inf and full is not problem:  # it fits with full backwards, perhaps not as it is
+        if makespan < math.inf and full is not problem:  # it fits with full backwards, perhaps not with split ones
             peaks = simulate_orders(problem, orders, costs, edges).peak_memory
             if any(peak > cap * (1 + TOLERANCE) for peak, cap in zip(peaks, problem.cap, strict=True)):
                 continue
@@ -153,10 +152,10 @@ def _fixed(problem: Problem, costs: Costs, edges: Sequence[Edge], limit: float) 
 
 def _search(
     problem: Problem, goal: float, seconds: float, random: Random, elapsed: Callable[[], float]
-) -> list[_Found]:
-    """The best orders, best first. A makespan of ``goal`` ends the search."""
-    # A small problem is searched with all its micro-batches; others with enough for warm-up, drain and some periods of
-    # the steady state. The difference is a multiple of p, so any kernel whose length divides p can fill it.
+) -> list[_TimedOrders]:
+    """Search the best orders, best first. The search ends at a makespan of ``goal``."""
+    # A small problem is searched with all its micro-batches, a larger one with enough for warm-up, drain and some
+    # periods of the steady state. The difference is a multiple of p, so any kernel whose length divides p can fill it.
     enough = 3 * problem.num_ranks + problem.m % problem.num_ranks
     small = problem if problem.num_stages * problem.m <= _SMALL else replace(problem, m=min(problem.m, enough))
     share = 1.0 if small.m == problem.m else _SEARCH_SHARE
@@ -164,7 +163,7 @@ def _search(
     def expired() -> bool:
         return elapsed() >= share * seconds
 
-    # A makespan of the small problem that would extend to the goal, if every added micro-batch costs its work.
+    # The makespan of the small problem that extends to the goal, if each added micro-batch adds its work.
     small_goal = (goal - (problem.m - small.m) * max(problem.work)) * (1 + TOLERANCE)
     starts = _starts(small, small_goal, expired)
     table = NodeTable(small)
@@ -192,12 +191,12 @@ def _search(
     return found
 
 
-def _starts(problem: Problem, goal: float, expired: Callable[[], bool]) -> list[_Found]:
-    """Complete orders of different makespans to start from, best first.
+def _starts(problem: Problem, goal: float, expired: Callable[[], bool]) -> list[_TimedOrders]:
+    """Initial orders of different makespans, best first.
 
     They are the fixed schedules, a list schedule and warm-up variants of 1F1B, with their W as deadlines and without.
     """
-    found: list[_Found] = []
+    found: list[_TimedOrders] = []
     best = math.inf
     choices = recompute_choices(problem)
     for choice in choices:
@@ -218,12 +217,12 @@ def _starts(problem: Problem, goal: float, expired: Callable[[], bool]) -> list[
 
 
 def _extend_all(
-    problem: Problem, m: int, found: list[_Found], starts: list[_Found], expired: Callable[[], bool]
-) -> list[_Found]:
-    """Orders for ``m`` micro-batches extended to those of the problem, and list schedules for all of them."""
-    extended: list[_Found] = []
+    problem: Problem, m: int, found: list[_TimedOrders], starts: list[_TimedOrders], expired: Callable[[], bool]
+) -> list[_TimedOrders]:
+    """Extend orders for ``m`` micro-batches to those of the problem; or list-schedule all of them."""
+    extended: list[_TimedOrders] = []
     goal = (found[0][0] + (problem.m - m) * max(problem.work)) * (1 + TOLERANCE)
-    for makespan, orders in [found[0], *starts, *found[1:]]:  # starts have kernels more often than improved orders
+    for makespan, orders in [found[0], *starts, *found[1:]]:  # initial orders have kernels more often
         for candidate, overrun in ((orders, None), *((without_weight_grads(problem, orders), o) for o in _OVERRUNS)):
             longer = extend(problem, candidate, m, overrun, makespan)
             if longer is not None:
@@ -241,12 +240,12 @@ def _extend_all(
 # F F F I F I F I F I F I F I I I      for 8: the kernel "I F", with one F and one I, twice more
 
 
-def extend(problem: Problem, orders: Orders, m: int, overrun: float | None, makespan: float) -> _Found | None:
-    """Orders for ``m`` micro-batches, extended to those of ``problem`` with W placed, and their makespan; None where
-    there is no kernel. ``overrun`` is that of ``place_weight_grads``; ``makespan`` is that of the given orders.
+def extend(problem: Problem, orders: Orders, m: int, overrun: float | None, makespan: float) -> _TimedOrders | None:
+    """Extend orders for ``m`` micro-batches to those of ``problem``, and place W. None if there is no kernel.
 
-    Kernels of 1, 2, 4 … p micro-batches near several positions are tried for p more micro-batches. The one that adds
-    the least time is taken, or the first that adds no more than the work of the busiest rank.
+    ``overrun`` is the argument of ``place_weight_grads``; ``makespan`` is that of the given orders. Kernels of lengths
+    that divide p, near several positions, are evaluated for p more micro-batches. The result has the kernel that adds
+    the least time, or the first one that adds no more than the work of the busiest rank.
     """
     ranks = problem.num_ranks
     trial = replace(problem, m=m + ranks)
@@ -277,8 +276,8 @@ def extend(problem: Problem, orders: Orders, m: int, overrun: float | None, make
 def _kernels(
     problem: Problem, rank: int, order: list[int], length: int, with_w: bool
 ) -> list[tuple[int, tuple[int, int]]]:
-    """Slices of a rank's order from a forward of its first stage on that hold ``length`` of each F and backward, and
-    of each W if ``with_w``. For each, the micro-batch it starts with, and its begin and end.
+    """Slices of a rank's order that begin with a forward of its first stage, and have ``length`` of each F and
+    backward, and of each W if ``with_w``: (first micro-batch, (begin, end)).
     """
     count, stages = problem.num_stages, problem.stages_of[rank]
     starts = [at for at, op in enumerate(order) if op in (F * count + stages[0], C * count + stages[0])]
@@ -293,7 +292,7 @@ def _kernels(
 
 
 def _repeat(orders: Orders, kernels: list[tuple[int, int]], times: int) -> Orders:
-    """The orders with each rank's kernel ``times`` more."""
+    """Repeat the kernel of each rank ``times`` more."""
     return [
         order[:end] + order[begin:end] * times + order[end:]
         for order, (begin, end) in zip(orders, kernels, strict=True)

@@ -1,10 +1,10 @@
 """Double justification: run all ops as early as possible, then all as late as possible, and so on.
 
-In each pass, ops move into gaps. A rank that would wait runs a later op of its order, if that is ready, fits in memory
-and ends before the latest start of the op that it overtakes, known from the previous pass. So no pass makes an order
-slower, and most make it faster, because ops leave the end from which they are shifted.
+In each pass, ops move into gaps. Instead of waiting, a rank runs a later op of its order, if that op is ready, fits in
+memory and ends before the latest start of the op that it overtakes, known from the previous pass. So no pass makes an
+order slower, and most passes make it faster.
 
-Reversed in time, an order is again an order: there a W allocates memory, and an F frees it.
+An order reversed in time is an order, too: there a W allocates memory, and an F frees it.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from penstock.schedule.search.problem import TOLERANCE, Orders
 from penstock.schedule.search.tabu import NodeTable
 
 _LOOKAHEAD = 24
-"""The number of ops of its order among which a rank looks for one to run."""
+"""The number of next ops of its order that a rank considers."""
 
 
 def justify(table: NodeTable, orders: Orders, passes: int, expired: Callable[[], bool]) -> tuple[float, Orders]:
-    """Up to ``passes`` passes; fewer if two in a row bring nothing, or time has expired."""
+    """Run up to ``passes`` passes; fewer if two in a row do not reduce the makespan, or if the time has expired."""
     justification = Justification(table, orders)
-    vain = 0
+    passes_without_gain = 0
     for _ in range(passes):
         before = justification.makespan
         justification.run_pass()
-        vain = vain + 1 if justification.makespan > before * (1 - TOLERANCE) else 0
-        if vain == 2 or expired():
+        passes_without_gain = passes_without_gain + 1 if justification.makespan > before * (1 - TOLERANCE) else 0
+        if passes_without_gain == 2 or expired():
             break
     orders = justification.early_orders()
     return justification.makespan, orders
 
 
 class Justification:
-    """Orders between passes. After the constructor, the first pass has run: all ops are early."""
+    """The state between passes. The constructor runs the first pass, after which all ops are early."""
 
     def __init__(self, table: NodeTable, orders: Orders) -> None:
         self.table = table
@@ -59,13 +59,13 @@ class Justification:
         self.run_pass()
 
     def early_orders(self) -> Orders:
-        """The orders with all ops early; runs one more pass if they are late."""
+        """The orders with all ops early. Runs one more pass if the last one shifted them late."""
         if not self._reversed:
             self.run_pass()
         return [[self.ops[node] for node in reversed(order)] for order in self.orders]
 
     def run_pass(self) -> None:
-        """Shift all ops in the other direction than the last pass: early first, then late."""
+        """Shift all ops in the direction opposite to the last pass: early first, then late."""
         table, duration, latest = self.table, self.duration, self._latest
         orders, line, pair, rank_of = self.orders, table.line, table.pair, table.rank
         change, peaks = self._change[self._reversed], self._peaks[self._reversed]
@@ -75,7 +75,7 @@ class Justification:
         starts = [0.0] * len(missing)
         ranks = len(orders)
         position, held, free = [0] * ranks, [0.0] * ranks, [0.0] * ranks
-        wake = [0.0] * ranks  # when an idle rank looks again; infinite while only an arrival can wake it
+        wake = [0.0] * ranks  # when an idle rank is considered again; infinite if that needs an arrival
         events = [(0.0, rank) for rank in range(ranks)]
         tolerance = TOLERANCE * self.makespan
         never = math.inf
@@ -87,7 +87,7 @@ class Justification:
             wake[rank] = -1.0
             order, at, memory, limit = orders[rank], position[rank], held[rank], self._memory_limit[rank]
             count = len(order)
-            up_to_date = True  # all arrivals until now are known; not so while the rank runs ahead of others
+            up_to_date = True  # whether all arrivals until now are known; False if the rank is ahead of others
             while at < count:
                 node = order[at]
                 if missing[node] or arrival[node] > now + tolerance:

@@ -1,4 +1,4 @@
-"""A lower bound on the makespan of every order, and the choice of stages to recompute that follows from it."""
+"""A lower bound on the makespan of all orders, and the choice of stages to recompute that is based on it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import math
 from penstock.schedule.search.problem import TOLERANCE, B, F, I, Problem, R, W
 
 _RESIDENCE_FACTORS = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""Guesses of how much longer than necessary micro-batches stay at a stage."""
+"""Assumed ratios of the residence time of a micro-batch on a stage to its minimum."""
 
 
 def lower_bound(problem: Problem) -> float:
     """The largest of four bounds, over all ranks:
 
-    - one micro-batch passes all stages forward and backward;
-    - a rank waits for its first input, then does all its work, with the recomputes that are not optional;
-    - a rank waits for its first input and does all its work but the W that can run while others finish; then the
-      rest of the pipeline continues from its last gradient to the end;
-    - a rank waits for its first input, then starts micro-batches as fast as its memory allows.
+    - the forward and backward of one micro-batch through all stages;
+    - on a rank, the arrival of its first input and all its actions, with the recomputes that are not optional;
+    - on a rank, the arrival of its first input and all its actions except the W that can run while others finish; then
+      the path from its last gradient to the end;
+    - on a rank, the arrival of its first input and m periods, where its memory limits the period.
     """
     count, m, times = problem.num_stages, problem.m, problem.durations
     forward, input_grad, fused, weight_grad = (times[kind * count : (kind + 1) * count] for kind in (F, I, B, W))
     rest = [min(b, i + w) for b, i, w in zip(fused, input_grad, weight_grad, strict=True)]
     sends = [min(b, i) for b, i in zip(fused, input_grad, strict=True)]  # from a backward's start to its gradient
     round_trips = _round_trips(problem)
-    head = [0.0] * count  # until the stage's first input
-    tail = [0.0] * count  # from the time the gradient is sent to the end of that micro-batch's work elsewhere
+    head = [0.0] * count  # arrival of the stage's first input
+    tail = [0.0] * count  # from sending the gradient to the end of that micro-batch's actions on earlier stages
     for src, dst, time in sorted(problem.arcs, key=lambda arc: arc[1]):
         head[dst] = max(head[dst], head[src] + forward[src] + time)
         tail[dst] = max(tail[dst], time + max(rest[src], sends[src] + tail[src]))
@@ -39,17 +39,17 @@ def lower_bound(problem: Problem) -> float:
 
 
 def memory_bound_period(problem: Problem) -> list[float]:
-    """By rank: the least time between two micro-batches that its memory allows in the long run (Little's law).
+    """By rank: the least average time between two micro-batches that its memory allows (Little's law).
 
-    A micro-batch stays at a stage at least for the round trip from there to the last stage. Where recomputing is
-    optional, the bound takes the best trade-off between memory and recompute time.
+    A micro-batch is on a stage at least for the round trip from there to the last stage. If recomputes are optional,
+    the bound has the best trade-off between memory and recompute time.
     """
     kept, periods = memory_time(problem), []
     for rank, stages in enumerate(problem.stages_of):
         memory = problem.cap[rank] * (1 + TOLERANCE)
         sizes = {problem.activation[s] for s in stages} - {0.0}
         uniform = all(problem.before_i[s] == problem.keep[s] == 1 and not problem.recomputed[s] for s in stages)
-        if len(sizes) == 1 and uniform:  # it can use a multiple of their activations
+        if len(sizes) == 1 and uniform:  # only a multiple of the activation size can be used
             (size,) = sizes
             memory = min(memory, math.floor(memory / size) * size)
         if not memory:
@@ -62,7 +62,7 @@ def memory_bound_period(problem: Problem) -> list[float]:
 
 
 def memory_time(problem: Problem) -> list[tuple[float, float]]:
-    """By stage: the least product of memory and time of a micro-batch; kept, and recomputed."""
+    """By stage: the least product of memory and time of a micro-batch, without and with recompute."""
     products = []
     for s, round_trip in enumerate(_round_trips(problem)):
         size, before, after, part = problem.activation[s], problem.before_i[s], problem.keep[s], problem.checkpoint[s]
@@ -76,7 +76,7 @@ def memory_time(problem: Problem) -> list[tuple[float, float]]:
 
 
 def recompute_choices(problem: Problem) -> list[Problem]:
-    """The problem with fixed recomputed stages: all, none, and about as few as each rank needs to keep its pace."""
+    """The problem with fixed recomputed stages: all, none, and about as few as the memory of each rank requires."""
     if not problem.recompute_optional:
         return [problem]
     products, sets = memory_time(problem), [frozenset(range(problem.num_stages)), frozenset[int]()]
@@ -96,7 +96,7 @@ def recompute_choices(problem: Problem) -> list[Problem]:
 
 
 def _by_recompute_benefit(problem: Problem, rank: int) -> list[int]:
-    """The stages of a rank, by the memory that their recompute saves per time, largest first."""
+    """The stages of a rank, sorted by the memory that their recompute saves per time, largest first."""
     products = memory_time(problem)
 
     def benefit(stage: int) -> float:
@@ -107,7 +107,7 @@ def _by_recompute_benefit(problem: Problem, rank: int) -> list[int]:
 
 
 def _period_with_recompute(problem: Problem, rank: int, memory: float) -> float:
-    """The period of a rank that recomputes the best fraction of each stage's micro-batches."""
+    """The period of a rank if the best fraction of each stage's micro-batches is recomputed."""
     products = memory_time(problem)
     kept, work = sum(products[s][0] for s in problem.stages_of[rank]), problem.work[rank]
     for s in _by_recompute_benefit(problem, rank):

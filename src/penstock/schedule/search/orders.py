@@ -1,4 +1,4 @@
-"""Encoded orders: from and to schedules, with and without weight gradients and recomputes. See ``problem``."""
+"""Conversion of encoded orders (see ``problem``): from and to schedules, with and without W and recomputes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.schedule.simulate import Simulation, simulate
 
 
 def encode(schedule: Schedule, fused: Sequence[bool]) -> Orders:
-    """A schedule's orders as op codes. A B stays one op on ``fused`` stages, and becomes I and W on the others."""
+    """Encode a schedule's orders as op codes. A B is one op on ``fused`` stages, and I and W on the others."""
     count = schedule.num_stages
     orders: Orders = []
     for actions in schedule.orders:
@@ -32,7 +32,7 @@ def encode(schedule: Schedule, fused: Sequence[bool]) -> Orders:
 
 
 def microbatches(problem: Problem, orders: Orders) -> list[list[int]]:
-    """By rank: the micro-batch of each op. W and R take the first micro-batch whose I or C is done."""
+    """By rank: the micro-batch of each op. W and R have the earliest micro-batch with a completed I or C."""
     count = problem.num_stages
     done = [0] * (2 * count)  # by F and I of each stage
     waiting: list[deque[int]] = [deque() for _ in range(2 * count)]  # by W and R of each stage
@@ -55,7 +55,7 @@ def microbatches(problem: Problem, orders: Orders) -> list[list[int]]:
 
 
 def simulate_orders(problem: Problem, orders: Orders, costs: Costs, edges: Sequence[Edge]) -> Simulation:
-    """Simulate the orders as a schedule. Adjacent I and W become a B where that delays nothing."""
+    """Simulate the orders as a schedule. Adjacent I and W are fused to a B where that delays no other action."""
     actions = (
         [Action(op % problem.num_stages, KINDS[op // problem.num_stages], k) for op, k in zip(order, ks, strict=True)]
         for order, ks in zip(orders, microbatches(problem, orders), strict=True)
@@ -66,7 +66,7 @@ def simulate_orders(problem: Problem, orders: Orders, costs: Costs, edges: Seque
 
 
 def _fuse_backwards(problem: Problem, simulation: Simulation) -> Schedule:
-    """One B for an I directly followed by its W, if no consumer starts before the gradient of the B arrives."""
+    """Replace an I directly followed by its W with a B, if no consumer starts before the gradient of the B arrives."""
     schedule = simulation.schedule
     starts = {
         (action.stage, action.microbatch): start
@@ -98,13 +98,13 @@ def without_weight_grads(problem: Problem, orders: Orders) -> Orders:
 
 
 def fuse_all(problem: Problem, orders: Orders) -> Orders:
-    """The orders with a B in place of each I, and without W."""
+    """The orders with a B instead of each I, and without W."""
     count = problem.num_stages
     return [[op + (B - I) * count * (op // count == I) for op in order if op // count != W] for order in orders]
 
 
 def with_recomputes(problem: Problem, orders: Orders) -> Orders:
-    """The orders with the recomputes of the problem: a new R directly before its backward, others unchanged."""
+    """The orders with the recomputes of the problem. Each additional R is directly before its backward."""
     count = problem.num_stages
     if not any(problem.recomputed) and all(max(order, default=0) < R * count for order in orders):
         return orders
@@ -127,7 +127,7 @@ def with_recomputes(problem: Problem, orders: Orders) -> Orders:
 
 
 def sequential_orders(problem: Problem) -> Orders:
-    """One micro-batch at a time through all stages and back: slow, with the least memory."""
+    """Each micro-batch completes its backward before the next one starts: slow, with the least memory."""
     count = problem.num_stages
     backwards = [
         (B * count + s,) if fused else (I * count + s, W * count + s) for s, fused in enumerate(problem.fusing_pays)
@@ -139,7 +139,7 @@ def sequential_orders(problem: Problem) -> Orders:
 
 
 def fixed_schedules(placement: tuple[int, ...], m: int) -> Iterator[Schedule]:
-    """All registered training schedules that have exactly this placement."""
+    """All registered training schedules with this placement."""
     ranks = max(placement) + 1
     per_rank = len(placement) // ranks
     if placement not in (loop(ranks, per_rank), vee(ranks)):
@@ -170,7 +170,7 @@ def warmup_variants(problem: Problem) -> Iterator[Orders]:
         return
     full, rest = divmod(problem.m, ranks)
     groups = [ranks] * full + [rest]
-    if full and 2 * rest < ranks:  # a small remainder shares the places of the last group
+    if full and 2 * rest < ranks:  # a small remainder is divided with the last group
         groups[-2:] = (ranks + rest + 1) // 2, (ranks + rest) // 2
     deepest = (per_rank - 1) * min(problem.m, ranks)
     for slope in (1, 2, 0):

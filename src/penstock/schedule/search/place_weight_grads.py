@@ -1,12 +1,12 @@
-"""Orders from scratch by list scheduling, and their evaluation, with weight gradients at their positions or in gaps.
+"""List scheduling, and the evaluation of orders with weight gradients at their positions or in gaps.
 
 A skeleton is an order of F and backwards; its gaps are filled with W:
 
-    skeleton   F  F  .  .  I  .  F  I  I        a W runs where the rank would wait anyway, if it fits there,
+    skeleton   F  F  .  .  I  .  F  I  I        a W runs in an idle gap that is long enough,
     filled     F  F  .  .  I  W  F  I  I  W  W  before a forward that lacks memory, and at the end
 
-A W in a skeleton is a deadline: it runs there unless it has run before. Recomputes stay at their positions. They have
-no inputs from other ranks, so a rank runs them while it would wait for the next op.
+A W in a skeleton is a deadline: it runs there unless it ran earlier. Recomputes stay at their positions. They have no
+inputs from other ranks, so they run while the rank would be idle.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from penstock.schedule.search.problem import TOLERANCE, C, F, I, Orders, Problem
 
 
 def _connect_arcs(problem: Problem) -> tuple[list[list[list[float]]], list[list[tuple[list[float], float, int]]]]:
-    """For F and I of each stage: the lists of arrival times they wait for, and those they append to, each with its
-    transfer time and the receiving rank. Each arc has two lists, forward and backward.
+    """For F and I of each stage: the lists of arrival times of their inputs, and the lists that they append to, with
+    the transfer time and the receiving rank. Each arc has two lists, forward and backward.
     """
     count, placement = problem.num_stages, problem.placement
     incoming: list[list[list[float]]] = [[] for _ in range(2 * count)]
@@ -44,8 +44,8 @@ def place_weight_grads(
 ) -> float:
     """The makespan; infinite if memory or a deadlock prevents the orders, or if it exceeds ``limit``.
 
-    ``overrun`` is the fraction of a W that may exceed the gap it is placed into; None leaves every W at its position.
-    ``filled``, an empty list for each rank, receives the ops in the order in which they run.
+    ``overrun`` is the fraction of a W that may exceed its gap; with None every W stays at its position. ``filled`` has
+    an empty list per rank, which receives the ops in execution order.
     """
     count = problem.num_stages
     weight_grads, recomputes, checkpoints = W * count, R * count, C * count
@@ -54,9 +54,9 @@ def place_weight_grads(
     incoming, outgoing = _connect_arcs(problem)
     done = [0] * (2 * count)  # by F and I of each stage
     position, clock, held = [0] * ranks, [0.0] * ranks, [0.0] * ranks
-    pending: Orders = [[] for _ in skeleton]  # by rank, W whose I is done
-    early = [0] * count  # W that ran before their position
-    to_recompute: Orders = [[] for _ in range(count)]  # by stage, micro-batches between C and R
+    pending: Orders = [[] for _ in skeleton]  # by rank: W with a completed I
+    early = [0] * count  # by stage: number of W that ran before their position
+    to_recompute: Orders = [[] for _ in range(count)]  # by stage: micro-batches between C and R
     memory_limit = [cap * (1 + TOLERANCE) for cap in problem.cap]
     idle_budget = [limit - problem.m * work for work in problem.work]  # a rank that idles longer exceeds the limit
     gap_fraction = math.inf if overrun is None else 1.0 - overrun
@@ -143,18 +143,18 @@ def place_weight_grads(
 
 
 def list_schedule(problem: Problem) -> tuple[float, Orders]:
-    """The makespan and the orders; one micro-batch at a time in case of a deadlock.
+    """List-schedule a problem: the makespan and the orders; one micro-batch at a time in case of a deadlock.
 
-    Every rank runs the ready op with the earliest target. The target of a forward or input gradient is the time at
-    which its micro-batch would pass there if all micro-batches travelled as fast as they can, one period apart. Weight
-    gradients have no target: they fill waits, and run when a forward lacks memory. A recompute fills a wait before its
-    gradient arrives, if there is memory for it; otherwise it runs when the gradient is there.
+    Each rank runs the ready op with the earliest target. The target of a forward or input gradient is its start time if
+    micro-batches start one period apart and never wait. Weight gradients have no target: they run when the rank would
+    be idle, and when a forward lacks memory. A recompute runs when the rank is idle before its gradient arrives, if
+    memory allows; otherwise it runs after the arrival.
     """
     count, m, ranks = problem.num_stages, problem.m, problem.num_ranks
     durations, change, needs = problem.durations, problem.memory_change, problem.memory_need
     recomputed = problem.recomputed
     never = math.inf
-    targets = [0.0] * (2 * count)  # by F and I of each stage: when micro-batch 0 passes if it never waits
+    targets = [0.0] * (2 * count)  # by F and I of each stage: start time of micro-batch 0 if it never waits
     for src, dst, time in sorted(problem.arcs, key=lambda arc: arc[1]):
         targets[dst] = max(targets[dst], targets[src] + durations[src] + time)
     for s in range(count):
@@ -164,15 +164,15 @@ def list_schedule(problem: Problem) -> tuple[float, Orders]:
     period = max(*problem.work, *memory_bound_period(problem))
     incoming, outgoing = _connect_arcs(problem)
     limits = [cap * (1 + TOLERANCE) for cap in problem.cap]
-    reserve = [0.0] * count  # memory for the rank's later stages, without which no micro-batch might ever finish
+    reserve = [0.0] * count  # by stage: memory for the rank's later stages, without which no micro-batch might finish
     for stages in problem.stages_of:
         for i, s in enumerate(stages):
             reserve[s] = problem.memory_from(stages[i + 1 :])
     num_f, num_i, num_w, num_r = [0] * count, [0] * count, [0] * count, [0] * count  # ops done, by stage
     held = [0.0] * ranks
     orders: Orders = [[] for _ in range(ranks)]
-    wake = [0.0] * ranks  # when the rank looks again; negative while only an arrival can wake it
-    idle_since = [0.0] * ranks  # negative while the rank works
+    wake = [0.0] * ranks  # when the rank is considered again; negative if that needs an arrival
+    idle_since = [0.0] * ranks  # negative while the rank is busy
     events = [(0.0, rank) for rank in range(ranks)]
     makespan = 0.0
     while events:
@@ -182,8 +182,8 @@ def list_schedule(problem: Problem) -> tuple[float, Orders]:
         best, best_target = -1, never  # the ready op with the earliest target
         next_arrival = never
         blocked = never  # the earliest target of an op that lacks memory
-        oldest, weight_grad = never, -1  # the W that has waited longest
-        recompute, recompute_by = -1, never  # the R that could run ahead, and when its gradient arrives
+        oldest, weight_grad = never, -1  # the pending W with the earliest micro-batch
+        recompute, recompute_by = -1, never  # the R that can run ahead, and the arrival of its gradient
         memory, limit = held[rank], limits[rank]
         for s in problem.stages_of[rank]:
             for line, k, most in ((s, num_f[s], m), (count + s, num_i[s], num_f[s])):

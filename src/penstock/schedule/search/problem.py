@@ -1,12 +1,11 @@
-"""The problem that the search solves: durations, placement, dependencies and the memory cap of each rank.
+"""The problem of the search: durations, placement, dependencies and the memory cap of each rank.
 
 The search encodes the order of a rank as a list of op codes, ``kind * num_stages + stage``. The kinds are
 
     F  forward             I  input gradient      B  full backward
     W  weight gradient     R  recompute           C  forward that keeps only its checkpoint, for R to recompute
 
-Micro-batches are interchangeable: within one op code they come in order, so an encoded order needs no micro-batch
-numbers.
+Encoded orders have no micro-batch numbers: within one op code, the micro-batches are in ascending order.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Orders = list[list[int]]
 """For each rank, its order as op codes."""
 
 TOLERANCE = 1e-9
-"""Relative difference below which sums of the same numbers in another order are equal."""
+"""Relative tolerance for comparing sums of the same numbers in another order."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,13 @@ class Problem:
     m: int
     durations: tuple[float, ...]  # by op
     arcs: tuple[tuple[int, int, float], ...]  # source stage, destination stage, transfer time
-    # By stage: the memory counted from F on, the maximum of what is held before and after I; and the fractions of it
-    # that are really held before I, and between I and W.
+    # By stage: the memory reserved at F, which is the larger of the memory before I and the memory between I and W; and
+    # the fractions of it that are held before I, and between I and W.
     activation: tuple[float, ...]
     before_i: tuple[float, ...]
     keep: tuple[float, ...]
     cap: tuple[float, ...]  # by rank
-    contended: bool  # transfers queue for a channel: ``evaluate`` is an estimate, and ``simulate`` decides
+    contended: bool  # transfers queue for a channel: ``evaluate`` is an estimate, ``simulate`` is exact
     checkpoint: tuple[float, ...]  # by stage: the fraction of ``activation`` that is held between C and R
     recomputed: tuple[bool, ...]  # by stage: whether its micro-batches are recomputed
     recompute_optional: bool = False  # the search may keep some micro-batches of the recomputed stages
@@ -66,7 +65,7 @@ class Problem:
 
     @cached_property
     def memory_change(self) -> tuple[float, ...]:
-        """By op: the change of the rank's memory by the time the op is done."""
+        """By op: the change of the rank's memory from the start to the end of the op."""
         changes = [
             (size, -size * (1 - keep), -size, -size * keep, size - size * part, size * part)
             for size, keep, part in zip(self.activation, self.keep, self.checkpoint, strict=True)
@@ -75,13 +74,13 @@ class Problem:
 
     @cached_property
     def memory_need(self) -> tuple[float, ...]:
-        """By op: the free memory that it needs."""
+        """By op: the free memory that it requires."""
         count, none = self.num_stages, (0.0,) * self.num_stages
         return (*self.activation, *none, *none, *none, *self.memory_change[R * count : C * count], *self.activation)
 
     @cached_property
     def fusing_pays(self) -> tuple[bool, ...]:
-        """By stage: whether B takes less time than I and W."""
+        """By stage: whether B takes less time than I and W together."""
         return tuple(
             self.duration(B, s) < (self.duration(I, s) + self.duration(W, s)) * (1 - TOLERANCE)
             for s in range(self.num_stages)
@@ -95,7 +94,7 @@ class Problem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """By rank: the least time of all its work on one micro-batch."""
+        """By rank: the least time of all its actions on one micro-batch."""
         times = []
         for s in range(self.num_stages):
             backward = min(self.duration(B, s), self.duration(I, s) + self.duration(W, s))
@@ -116,7 +115,7 @@ class Problem:
         return self.durations[kind * self.num_stages + stage]
 
     def memory_from(self, stages: Sequence[int]) -> float:
-        """The peak memory of some stages of a rank, run one after another for one micro-batch."""
+        """The peak memory of one micro-batch on these stages of a rank."""
         need = 0.0
         for s in reversed(stages):
             need = max(self.activation[s], self.held_after_forward(s) + need)
@@ -132,7 +131,7 @@ class Problem:
         return replace(self, recomputed=tuple(s in chosen for s in range(self.num_stages)), recompute_optional=False)
 
     def with_full_backwards(self) -> Problem:
-        """The problem of orders in which W directly follows I: with the memory that is really held before I."""
+        """The problem restricted to orders with W directly after I, where only the memory before I counts."""
         if min(self.before_i) == 1:
             return self
         sizes = tuple(size * part for size, part in zip(self.activation, self.before_i, strict=True))
@@ -141,8 +140,8 @@ class Problem:
         return replace(self, activation=sizes, before_i=ones, keep=ones, checkpoint=checkpoints)
 
     def relaxed_to_fit(self) -> Problem:
-        """The problem itself, if one micro-batch at a time fits. Otherwise the problem of full backwards, in which
-        I takes the time of B, W no time, and no memory is held between them.
+        """The problem itself, if one micro-batch at a time fits. Otherwise the problem with full backwards: I takes the
+        time of B, W takes no time, and no memory is held between them.
         """
         tightest = self.with_recomputed(range(self.num_stages)) if self.recompute_optional else self
         if tightest.feasible:
@@ -161,7 +160,7 @@ def make_problem(
     edges: Iterable[Edge] | None,
     recompute: Iterable[int] | bool | None = False,
 ) -> tuple[Problem, tuple[Edge, ...]]:
-    """The problem for the arguments of ``auto``, checked, and its edges."""
+    """Validate the arguments of ``auto``; return the problem and its edges."""
     placement = tuple(placement)
     if not placement:
         raise ScheduleError("auto needs at least 1 stage: the placement is empty")
@@ -205,8 +204,8 @@ def make_problem(
         recompute is None,
     )
     if cap is None:
-        # The peak of 1F1B's fullest rank. The r-th of p ranks holds min(m, p - r) micro-batches in all its stages; one
-        # more complete activation counts where stages are recomputed.
+        # The largest peak of a rank with 1F1B. The r-th of p ranks holds min(m, p - r) micro-batches in all its stages;
+        # if stages are recomputed, one complete activation is added.
         kept = problem.with_recomputed(()) if problem.recompute_optional else problem
         peaks = []
         for position, stages in enumerate(sorted(kept.stages_of)):
@@ -226,9 +225,9 @@ def make_problem(
         rank = max(range(ranks), key=lambda rank: lacks[rank])
         each = ", ".join(f"{need:.4g}" for need in full.least_memory)
         raise ScheduleError(
-            f"no order fits: rank {rank} keeps at least {full.least_memory[rank]:.4g} (one micro-batch in stages "
-            f"{', '.join(map(str, full.stages_of[rank]))}) and may keep {caps[rank]:.4g}, {lacks[rank]:.4g} too "
+            f"no order fits: rank {rank} needs at least {full.least_memory[rank]:.4g} (one micro-batch in stages "
+            f"{', '.join(map(str, full.stages_of[rank]))}), but its cap is {caps[rank]:.4g}, {lacks[rank]:.4g} too "
             f"little. The least for all ranks: {each}. Raise the cap, "
-            + ("or cut the model finer" if all(full.recomputed) else "cut the model finer, or recompute")
+            + ("or use more ranks" if all(full.recomputed) else "use more ranks, or recompute")
         )
     return problem, edges

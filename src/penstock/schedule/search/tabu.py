@@ -1,11 +1,11 @@
-"""Tabu search: at each step the best move at a block of the critical path, even if it makes the order worse.
+"""Tabu search: each step makes the best move at a block of the critical path, even if it makes the order worse.
 
-Orders are a graph of nodes, which moves update incrementally. A node is an op on one micro-batch. It waits for its
-inputs and for its predecessor on its rank. The longest paths from the start to each node and from there to the end give
-an estimate of the makespan after a move.
+Orders are a graph of nodes, which moves update incrementally. A node is an op on one micro-batch. It depends on its
+inputs and on its predecessor on its rank. The longest paths from the start to each node and from the node to the end
+give an estimate of the makespan after a move.
 
-A block is a run of consecutive nodes of one rank on the critical path. To shorten the path, a node must leave its block
-at one of the ends. The pairs of nodes that a move reverses are tabu for some steps.
+A block is a run of consecutive nodes of one rank on the critical path. Only moving a node out of its block, at one of
+its ends, can shorten the path. The pairs of nodes that a move reverses are tabu for some steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LINES = (0, 1, 1, 2, 3, 0)
 
 
 class NodeTable:
-    """The nodes of a problem, which all its orders share.
+    """The nodes of a problem, common to all its orders.
 
     Node numbers are ``line * m + micro-batch``. The lines are F, the backward (I or B), W and R of each stage.
     """
@@ -54,7 +54,7 @@ class NodeTable:
         self.targets = [tuple(each) for each in targets]
 
     def number(self, orders: Orders) -> tuple[list[list[int]], list[int]]:
-        """For each rank its order as nodes; and the op of each node."""
+        """The order of each rank as nodes, and the op of each node."""
         count, m = self.problem.num_stages, self.problem.m
         ops = list(self.ops)
         numbered = []
@@ -67,7 +67,7 @@ class NodeTable:
 
 
 class OpGraph:
-    """Complete orders, W included, that keep the cap and do not deadlock.
+    """The graph of complete orders, W included, that fit the cap and do not deadlock.
 
     Moves leave ``end`` and ``tail`` out of date until ``update``.
     """
@@ -118,7 +118,7 @@ class OpGraph:
         return self.ops[node] // self.stages
 
     def _link(self, order: list[int], low: int, high: int) -> None:
-        """Set neighbours, places and memory of a part of an order."""
+        """Set the neighbours, places and memory of the nodes ``order[low : high + 1]``."""
         before = order[low - 1] if low else self.none
         held = self.held[before]
         for i in range(low, high + 1):
@@ -157,8 +157,8 @@ class OpGraph:
     def moved(self, rank: int, origin: int, to: int) -> list[int] | None:
         """The slice of a rank's order between two places after the node at ``origin`` moves to ``to``.
 
-        None if that exceeds the cap, or reverses nodes whose order is given: the same op on two micro-batches, two
-        nodes of one stage and micro-batch, and a node and its input.
+        None if the move exceeds the cap, or reverses nodes of fixed order: the same op on two micro-batches, two nodes
+        of one stage and micro-batch, or a node and its input.
         """
         order, change, needs = self.orders[rank], self.change, self.needs
         lines, microbatch = self.table.line, self.table.microbatch
@@ -184,7 +184,7 @@ class OpGraph:
         return part
 
     def estimate(self, rank: int, low: int, part: list[int]) -> float:
-        """The longest path through a new slice of an order from place ``low``, with all other paths as they are."""
+        """The longest path through a new slice of an order from place ``low``, with all other nodes unchanged."""
         end, tail, duration = self.end, self.tail, self.duration
         order = self.orders[rank]
         now = end[order[low - 1]] if low else 0.0
@@ -209,7 +209,7 @@ class OpGraph:
         return longest
 
     def move(self, rank: int, origin: int, to: int, part: list[int]) -> bool:
-        """Make the move to the slice ``part``; False, without a change, if it would close a cycle."""
+        """Replace a slice of the order with ``part``; False, without a change, if that would close a cycle."""
         order = self.orders[rank]
         low, high = min(origin, to), max(origin, to)
         first, last = self.at[order[low]], self.at[order[high]]
@@ -218,7 +218,7 @@ class OpGraph:
         passed = set(part)
         passed.discard(node)
         moving = {node}
-        # Nodes that depend on the node (or that it depends on) move with it in the sequence, past those it passes.
+        # Nodes that depend on the node (or that it depends on) move with it in the sequence, past the passed nodes.
         if to > origin:
             near, neighbour = self.sources, self.before
             scan = window[1:]
@@ -243,11 +243,11 @@ class OpGraph:
         return True
 
     def fuse(self, backward: int) -> int:
-        """Make an I and its W a B; return the place of the W."""
+        """Fuse an I and its W to a B; return the place of the W."""
         return self._remove(backward + self.stages * self.m, backward, backward // self.m + self.stages)
 
     def split(self, backward: int, place: int | None = None) -> None:
-        """Make a B an I and a W, with the W at ``place`` of the order, or directly after the I."""
+        """Split a B into I and W, with the W at ``place`` of the order, or directly after the I."""
         place = self.place[backward] + 1 if place is None else place
         self._insert(backward + self.stages * self.m, place, backward, backward // self.m)
 
@@ -268,14 +268,14 @@ class OpGraph:
         self._insert(forward + 3 * self.stages * self.m, place, forward, C * self.stages + forward // self.m)
 
     def _remove(self, node: int, other: int, op: int) -> int:
-        """Remove a node, and make the earlier node ``other`` an ``op``; return the place of the removed node."""
+        """Remove a node, and change the op of the earlier node ``other``; return the place of the removed node."""
         place, at = self.place[node], self.at[node]
         del self.orders[self.rank[node]][place], self.sequence[at]
         self._change_op(other, op, at)
         return place
 
     def _insert(self, node: int, place: int, other: int, op: int) -> None:
-        """Insert a node, in the sequence after its predecessor, and make the earlier node ``other`` an ``op``."""
+        """Insert a node, in the sequence after its predecessor, and change the op of the earlier node ``other``."""
         order = self.orders[self.rank[node]]
         at = self.at[order[place - 1]] + 1
         order.insert(place, node)
@@ -283,7 +283,7 @@ class OpGraph:
         self._change_op(other, op, at)
 
     def _change_op(self, node: int, op: int, last: int) -> None:
-        """Make ``node`` an ``op``, and relink after a node was inserted or removed at ``last`` of the sequence."""
+        """Change the op of ``node``, and relink after an insertion or removal at ``last`` of the sequence."""
         self.ops[node] = op
         self.duration[node], self.change[node] = self.problem.durations[op], self.problem.memory_change[op]
         order, first = self.orders[self.rank[node]], self.at[node]
@@ -296,9 +296,9 @@ class OpGraph:
 _Block = tuple[int, int, int]
 """Rank, first and last place in its order."""
 
-_REACH = 7  # how far from the end of a block a node may be that moves there
+_REACH = 7  # largest distance of a node from the end of its block for a move to this end
 _TRIES = 10  # moves tried per step, best first
-_MOVES_PER_STEP = 3  # on different ranks; those after the first only if they shorten the path
+_MOVES_PER_STEP = 3  # on different ranks; moves after the first must shorten the path
 _FUSE_RATE = 0.3  # the fraction of steps that fuse or split a backward, where fusing pays
 _RECOMPUTE_RATE = 0.3  # the fraction of steps that add or remove a recompute, where those are optional
 _TENURE = (20, 40)  # the range of the number of steps for which a reversed pair is tabu
@@ -307,7 +307,7 @@ _TENURE = (20, 40)  # the range of the number of steps for which a reversed pair
 def tabu_search(
     table: NodeTable, orders: Orders, steps: int, random: Random, goal: float, expired: Callable[[], bool]
 ) -> tuple[float, Orders]:
-    """The best orders of ``steps`` steps, fewer if the goal is reached or time has expired, with their makespan."""
+    """The best makespan and orders of up to ``steps`` steps; fewer if the goal is reached or the time has expired."""
     problem = table.problem
     graph = _drop_needless_recomputes(table, orders)
     best, best_orders = graph.makespan, graph.encoded
@@ -332,7 +332,7 @@ def tabu_search(
 
 
 def _drop_needless_recomputes(table: NodeTable, orders: Orders) -> OpGraph:
-    """The graph of the orders, without optional recomputes for whose activations there is memory."""
+    """The graph of the orders, without the optional recomputes that memory does not require."""
     graph = OpGraph(table, orders)
     if table.problem.recompute_optional:
         for forward in range(graph.stages * graph.m):
@@ -345,14 +345,14 @@ def _drop_needless_recomputes(table: NodeTable, orders: Orders) -> OpGraph:
 def _make_moves(
     graph: OpGraph, random: Random, blocks: list[_Block], tabu: dict[tuple[int, int], int], step: int, best: float
 ) -> None:
-    """Make the best move, and with it moves on other ranks that shorten the path, too."""
+    """Make the best move, and also moves on other ranks if they shorten the path."""
     changed_ranks: set[int] = set()
     for time, rank, origin, to, part in _moves(graph, blocks, random, tabu, step, best)[:_TRIES]:
         if changed_ranks and (len(changed_ranks) == _MOVES_PER_STEP or rank in changed_ranks or time >= graph.makespan):
             continue
         order = graph.orders[rank]
         node, passed = order[origin], order[to:origin] or order[origin + 1 : to + 1]
-        if graph.move(rank, origin, to, part):  # it may turn out to close a cycle
+        if graph.move(rank, origin, to, part):  # False if it would close a cycle
             changed_ranks.add(rank)
             until = step + random.randint(*_TENURE)
             for other in passed:
@@ -369,7 +369,7 @@ def _make_moves(
 
 
 def _fuse_or_split(graph: OpGraph, random: Random, blocks: list[_Block]) -> None:
-    """Fuse an I and a W on the path, or split a B, unless that takes longer."""
+    """Fuse an I and a W on the path, or split a B, unless that increases the makespan."""
     rank, first, last = random.choice(blocks)
     node, half = graph.orders[rank][random.randint(first, last)], graph.stages * graph.m
     if not half <= node < 3 * half or not graph.problem.fusing_pays[node // graph.m % graph.stages]:
@@ -390,7 +390,7 @@ def _fuse_or_split(graph: OpGraph, random: Random, blocks: list[_Block]) -> None
 
 
 def _add_or_remove_recompute(graph: OpGraph, random: Random, blocks: list[_Block]) -> None:
-    """Remove a recompute on the path, if there is memory; or add one, if that takes no longer."""
+    """Remove a recompute on the path, if memory allows; or add one, unless that increases the makespan."""
     rank, first, last = random.choice(blocks)
     node, half = graph.orders[rank][random.randint(first, last)], graph.stages * graph.m
     if node >= 3 * half:
@@ -407,7 +407,7 @@ def _add_or_remove_recompute(graph: OpGraph, random: Random, blocks: list[_Block
 def _moves(
     graph: OpGraph, blocks: list[_Block], random: Random, tabu: dict[tuple[int, int], int], step: int, best: float
 ) -> list[tuple[float, int, int, int, list[int]]]:
-    """The moves at the blocks: (estimated makespan, rank, origin, destination, new slice), best first."""
+    """Moves at the ends of blocks: (estimated makespan, rank, origin, destination, new slice), best first."""
     moves = []
     for number, (rank, first, last) in enumerate(blocks):
         candidates = []
