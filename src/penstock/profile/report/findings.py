@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.errors import PenstockError, PlanError, ScheduleError
 from penstock.format import count_noun
-from penstock.profile.trace.analysis import Trace, milliseconds
+from penstock.profile.trace.analysis import TraceData, milliseconds
 from penstock.profile.trace.records import RankRecord, StepRecord, covered_seconds, pending_backwards
 from penstock.schedule.costs import Costs
 from penstock.schedule.registry import SCHEDULES, build
@@ -66,7 +66,7 @@ class Idle:
         return {cause: getattr(self, cause) for cause in CAUSES}
 
 
-def idle_times(trace: Trace, step: StepRecord) -> list[Idle]:
+def idle_times(trace: TraceData, step: StepRecord) -> list[Idle]:
     """The idle time of each rank with actions in ``step``."""
     sent_at = {id(one.wait): one.source.end for one in trace.messages(step) if one.wait is not None}
     even = _balanced_gaps(trace, step)
@@ -99,7 +99,7 @@ def idle_times(trace: Trace, step: StepRecord) -> list[Idle]:
     return found
 
 
-def _balanced_gaps(trace: Trace, step: StepRecord) -> dict[Action, float]:
+def _balanced_gaps(trace: TraceData, step: StepRecord) -> dict[Action, float]:
     """Idle seconds before each action if all stages took the same time and messages none."""
     stages = trace.schedule.num_stages
     try:
@@ -135,7 +135,7 @@ class Repartition:
         return f"a cut into stages of {after} layers, not {before},"
 
 
-def layers_of(trace: Trace) -> list[tuple[str, ...]] | None:
+def layers_of(trace: TraceData) -> list[tuple[str, ...]] | None:
     """The names of the layers of each stage; None if the trace's plan does not have all of them."""
     stages = trace.plan.get("stages", [])
     if len(stages) != trace.schedule.num_stages or not all(stage["layers"] for stage in stages):
@@ -149,7 +149,7 @@ def stage_seconds(costs: Costs, num_stages: int, trains: bool) -> list[float]:
     return [f + b for f, b in zip(times["F"], times["B"], strict=True)] if trains else times["F"]
 
 
-def better_cut(trace: Trace, base: Simulation) -> Repartition | None:
+def better_cut(trace: TraceData, base: Simulation) -> Repartition | None:
     """The most balanced cut, assuming equal layers within a stage; None if it is not faster or layers are unknown.
 
     Messages keep their size and time. The cut does not increase the largest peak memory of a rank.
@@ -208,7 +208,7 @@ class Advice:
     bound: bool = False
 
 
-def advise(trace: Trace, idle: Sequence[Idle], base: Simulation | None, cut: Repartition | None) -> list[Advice]:
+def advise(trace: TraceData, idle: Sequence[Idle], base: Simulation | None, cut: Repartition | None) -> list[Advice]:
     """All changes that save at least ``MIN_SAVING``: first those within the current memory, then others, then bounds.
 
     For steps that cannot be simulated (the forward of a call, or the records of one rank) advice is based on ``idle``.
@@ -234,7 +234,7 @@ def _saved(base: Simulation, makespan: float) -> float:
     return 1 - makespan / base.makespan
 
 
-def _other_schedules(trace: Trace, base: Simulation) -> Iterator[Advice]:
+def _other_schedules(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     """The best fixed schedule within the current memory, the best with more, and a searched one if it is better."""
     costs = base.costs
     if not any(costs.of_stages("activation", base.schedule.num_stages)):
@@ -284,7 +284,7 @@ def _same_placement(name: str, now: Schedule, m: int) -> Schedule:
     return with_recompute(build(name, now.num_ranks, m, each), modes)
 
 
-def _more_microbatches(trace: Trace, base: Simulation) -> Iterator[Advice]:
+def _more_microbatches(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     """Twice as many micro-batches of half the size."""
     now, m = base.schedule, 2 * base.schedule.num_microbatches
     with suppress(ScheduleError):  # a custom order
@@ -296,7 +296,7 @@ def _more_microbatches(trace: Trace, base: Simulation) -> Iterator[Advice]:
             yield Advice("micro-batches", text, saved)
 
 
-def _slow_ranks(trace: Trace, base: Simulation) -> Iterator[Advice]:
+def _slow_ranks(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     """Ranks that are slower than others for the same work, except those that share a GPU.
 
     The same work is one stage in several replicas, or stages with equal numbers of layers and parameters.
@@ -335,7 +335,7 @@ def _slow_ranks(trace: Trace, base: Simulation) -> Iterator[Advice]:
             yield Advice("slow rank", f"{text}: at their speed, a step would save {saved:.0%}", saved)
 
 
-def _faster_links(trace: Trace, base: Simulation) -> Iterator[Advice]:
+def _faster_links(trace: TraceData, base: Simulation) -> Iterator[Advice]:
     """Upper bounds of the savings by faster links, for the slowest edges."""
     costs, placement = base.costs, base.schedule.placement
     channels = [(src, dst) for src, dst in trace.edges if placement[src] != placement[dst]]
@@ -410,7 +410,7 @@ class EdgeUse:
 class Findings:
     """The findings of a trace. ``step`` is the typical step with the median duration."""
 
-    trace: Trace
+    trace: TraceData
     step: StepRecord
     idle: Sequence[Idle]
     peaks: Sequence[MemoryPeak]
@@ -452,7 +452,7 @@ class Findings:
         return self.advice[0].text if self.advice else f"no change was found that saves {MIN_SAVING:.0%} or more"
 
 
-def analyze(trace: Trace) -> Findings:
+def analyze(trace: TraceData) -> Findings:
     """Analyze a trace; ``PlanError`` if it has no complete step."""
     steps = trace.typical_steps()
     if not steps:

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.format import count_noun, format_size
 from penstock.profile.report.findings import CAUSES, MIN_SAVING, Findings, layers_of, stage_seconds
-from penstock.profile.trace.analysis import Trace, milliseconds, prediction_source
+from penstock.profile.trace.analysis import TraceData, milliseconds, prediction_source
 from penstock.profile.trace.records import ActionRecord, RankRecord, Span, StepRecord
 from penstock.schedule.schedule import ACTION_NAMES
 
@@ -129,7 +129,7 @@ def page(findings: Findings) -> str:
     )
 
 
-def rank_name(trace: Trace, track: int) -> str:
+def rank_name(trace: TraceData, track: int) -> str:
     """The global rank, and the replica if there are several."""
     one = trace.tracks[track]
     return f"rank {one.rank}" + (f" ({one.replica})" if len(trace.replicas) > 1 else "")
@@ -268,7 +268,7 @@ def _edges(findings: Findings) -> str:
     return _table(head, rows, caption)
 
 
-def _plan(trace: Trace) -> str:
+def _plan(trace: TraceData) -> str:
     stages = trace.plan.get("stages", [])
     devices = trace.plan.get("devices") or [""] * len(stages)
     rows = []
@@ -302,7 +302,7 @@ def _data(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _step(trace: Trace, step: StepRecord, simulated: float | None) -> dict[str, Any]:
+def _step(trace: TraceData, step: StepRecord, simulated: float | None) -> dict[str, Any]:
     """One step, in seconds since its first action; ``simulated`` is its simulated duration."""
     parts = step.of(range(len(trace.tracks)))
     zero = min(part.actions[0].start for part in parts)

@@ -1,4 +1,4 @@
-"""``Trace``: the actions of every rank in some steps, with statistics, text and file formats."""
+"""``TraceData``: the actions of every rank in some steps, with statistics, text and file formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from penstock import _registry
 from penstock.errors import PenstockError, PlanError
@@ -20,9 +20,6 @@ from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import ACTION_NAMES, Action, Edge, Schedule
 from penstock.schedule.simulate import Prediction, Simulation, simulate
 from penstock.split.plan import Plan
-
-if TYPE_CHECKING:
-    from penstock.profile.report.findings import Findings
 
 FORMAT = 1
 
@@ -63,7 +60,7 @@ _NO_STEP = (
 
 
 @dataclass(repr=False)
-class Trace:
+class TraceData:
     """The records of ``with pipe.trace() as trace``, and statistics of them.
 
     The trace is filled when the block has ended. Under a mesh every rank gets the records of all ranks. Times are in
@@ -287,7 +284,7 @@ class Trace:
         Path(path).write_text(json.dumps(self.to_data()))
 
     @classmethod
-    def load(cls, path: str | Path) -> Trace:
+    def load(cls, path: str | Path) -> Self:
         """Read a JSON file written by ``save``."""
         data = parse_json(Path(path).read_bytes(), f"{path} is not a saved trace, nor JSON at all")
         if not isinstance(data, dict) or "penstock_trace" not in data:
@@ -324,7 +321,7 @@ class Trace:
         }
 
     @classmethod
-    def from_data(cls, data: dict[str, Any]) -> Trace:
+    def from_data(cls, data: dict[str, Any]) -> Self:
         check_schema(data, _SCHEMA, "the trace")
         given = data["schedule"]
         orders = [[Action.parse(name) for name in order.split()] for order in given["orders"]]
@@ -406,15 +403,6 @@ class Trace:
             raise PlanError(f"a table is written to a .json or .parquet file, not to {target.name!r}")
         return rows
 
-    def report(self, path: str | Path) -> Findings:
-        """Write an HTML page with the timeline of a step, the causes of idle time and advice. Return its contents."""
-        from penstock.profile.report.findings import analyze
-        from penstock.profile.report.page import page
-
-        findings = analyze(self)
-        Path(path).write_text(page(findings), encoding="utf-8")
-        return findings
-
     def _repr_html_(self) -> str:
         return str(_registry.viz().trace_html(self))
 
@@ -435,7 +423,7 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def prediction_text(trace: Trace) -> str | None:
+def prediction_text(trace: TraceData) -> str | None:
     """The prediction as text, with its difference from the measurement."""
     predicted, seconds = trace.predicted, trace.seconds
     if predicted is None or seconds is None:
@@ -470,7 +458,7 @@ def _difference(expected: float, measured: float) -> str:
 # ── Chrome's and Perfetto's JSON ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _chrome_trace(trace: Trace) -> dict[str, Any]:
+def _chrome_trace(trace: TraceData) -> dict[str, Any]:
     """The contents of the file, with times in microseconds from 0 on: one process per replica, one thread per rank.
 
     rank 0  ▕▔0F0▔▏▕▔0F1▔▏                       an "X" event for each action and each wait;

@@ -14,7 +14,7 @@ import torch
 from penstock.engine.executor import Executor
 from penstock.engine.recorder import ProgramRecord, RecordedRun, StepRecorder
 from penstock.errors import PlanError
-from penstock.profile.trace.analysis import Trace
+from penstock.profile.trace import Trace
 from penstock.profile.trace.records import (
     ActionRecord,
     RankRecord,
@@ -106,8 +106,8 @@ class TraceRecording:
         mesh: Mesh | None,
         steps: int | None,
         skip: int,
-        prediction: Callable[[], Prediction | None],
-        quiet: bool,
+        prediction: Callable[[], Prediction | None] = lambda: None,
+        quiet: bool = False,
     ) -> None:
         """``prediction`` is called after the block. Its result is printed with the measurement unless ``quiet``."""
         if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
