@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.split.module_state import PLAIN, cell_contents, containers_in, contents, is_generator, same_values
@@ -123,6 +124,8 @@ def scopes_with_type(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     """The global variables of the functions that forwards run and that may ask for the type of a value."""
     found: dict[int, dict[str, Any]] = {}
     for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):  # its forward is not Python
+            continue
         function, seen = forward_function(module), Scopes()
         for _ in variables_of(function, module, seen):
             pass
