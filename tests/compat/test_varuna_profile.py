@@ -105,7 +105,7 @@ def test_invalid_arguments(tmp_path: Path) -> None:
     with pytest.raises(ps.PlanError, match="leave out pstages_to_profile"):
         Profiler(Tower(), get_batch, "cpu", pstages_to_profile=[0])
     profiler = Profiler(Tower(), get_batch, "cpu", out_folder=tmp_path)
-    with pytest.raises(ps.PlanError, match="at least one size of micro-batch"):
+    with pytest.raises(ps.PlanError, match="at least one micro-batch size"):
         profiler.profile_all([])
     with pytest.raises(ps.PlanError, match="a micro-batch size must be a whole number of samples from 1, got 0"):
         profiler.profile_all([0])
