@@ -21,8 +21,6 @@ for package in ("engine", "train", "split", "schedule", "profile"):  # the other
     for module in pkgutil.walk_packages([f"{penstock.__path__[0]}/{package}"], f"penstock.{package}."):
         importlib.import_module(module.name)
 
-torch.set_num_threads(1)  # with more, OpenMP's threads spin while they wait for the next operator
-
 if not torch.backends.cuda.is_built():  # else this would initialise CUDA, and forks could not use the GPU
     with FakeTensorMode():
         torch.empty(2, 2) @ torch.empty(2, 2)

@@ -258,6 +258,8 @@ def _rank_main(pipe: Any, rank: int, n: int, port: int, keeps_store: bool, log: 
                 elif order[0] == "release groups":
                     _release_groups()
                 else:
+                    torch.manual_seed(0)  # the same on every rank, whichever cases ran before
+                    random.seed(0)
                     result = order[1](rank, *order[2])
             except BaseException as error:
                 result = _with_traceback(error)
