@@ -225,7 +225,8 @@ class Values(Marking):
         if is_fake_tensor(tensor):
             return tensor
         if id(tensor) not in self.fakes:
-            device = self._canonical(tensor.device)
+            # A parameter may be on the host, because another rank runs its stage, or until its stage needs it.
+            device = self.device if id(tensor) in self.names else self._canonical(tensor.device)
             plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
             with DisableTorchFunction(), torch.no_grad(), self.mode:
                 if plain or hasattr(tensor, "placements"):  # of a DTensor, the shape of all its shards together
