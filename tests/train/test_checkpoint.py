@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pickle
@@ -136,8 +137,16 @@ def test_values_of_all_kinds_come_back(tmp_path: Path) -> None:
     assert torch.equal(found.pop("tensor"), torch.arange(3))
     assert numpy.array_equal(found.pop("array"), numpy.arange(4.0))
     assert found == {key: value for key, value in extra.items() if key not in ("tensor", "array")}
-    with pytest.raises(ps.CheckpointError, match=r"extra\.f is a function: a checkpoint holds numbers"):
-        ps.save(tmp_path, model, extra={"f": mlp})
+    recursive: list[Any] = []
+    recursive.append(recursive)
+    for wrong, message in (
+        ({"f": mlp}, r"extra\.f is a function: a checkpoint holds numbers"),
+        (numpy.array(["a"]), "extra is a ndarray: a checkpoint holds numbers"),
+        (recursive, "cannot be written: .*RecursionError"),
+        (10**5000, "cannot be written: .*Exceeds the limit"),
+    ):
+        with pytest.raises(ps.CheckpointError, match=message):
+            ps.save(tmp_path, model, extra=wrong)
     assert ps.load(tmp_path, model).extra["scalar"] == 0.1  # the one before
 
 
@@ -172,6 +181,48 @@ def test_old_checkpoints_are_deleted_when_a_new_one_is_there(tmp_path: Path) -> 
     assert saved == [False, True] * 4
     assert [path.name for path in checkpoints.paths()] == ["step-00000008", "step-00000006"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000008"]
+
+
+def test_what_a_failed_save_has_left_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, checkpoints = mlp(), ps.Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, model)
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files._Writer, "write_data", full)
+        checkpoints.save(2, model, asynchronous=True)
+        with pytest.raises(ps.CheckpointError, match=r"step-00000002 cannot be written: .* No space left"):
+            checkpoints.save(3, model, asynchronous=True)
+    assert checkpoints.load(model) == 1
+    checkpoints.save(4, model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004"]
+
+
+def overlapping(folder: Path, pipe: ps.Pipeline) -> list[Any]:
+    """Save five times without a wait, into two folders, while training goes on."""
+    optimizer = torch.optim.Adam(pipe.parameters(), 0.01)
+    saves = []
+    for step in range(5):
+        saves.append(ps.save(folder / str(step % 2), pipe, optimizer, step=step, asynchronous=step < 4))
+        train(pipe, optimizer, 1)
+    for pending in filter(None, saves):
+        pending.wait()
+    return [ps.load(folder / name, pipe, optimizer).step for name in "01"]
+
+
+def overlapping_on_ranks(rank: int, folder: Path) -> list[Any]:
+    with pipeline(mesh=ps.Mesh(pipe=2)) as pipe:
+        return overlapping(folder, pipe)
+
+
+def test_a_save_that_begins_during_another_one_waits_for_it(tmp_path: Path, two: Ranks) -> None:
+    with pipeline() as pipe:
+        assert overlapping(tmp_path / "threads", pipe) == [4, 3]
+    assert two.check(overlapping_on_ranks, tmp_path / "ranks") == [[4, 3]] * 2
+    for folder in tmp_path.glob("*/*"):
+        assert len(list(folder.iterdir())) == 2  # a manifest and its data
 
 
 def die_in_a_save(rank: int, folder: Path, moment: str, victim: int) -> None:
@@ -247,6 +298,31 @@ def fails_on_one_rank(rank: int, folder: Path) -> str:
         finally:
             writer.write_data = write
         return str(caught.value)
+
+
+def cannot_be_saved_on_one_rank(rank: int, folder: Path) -> list[str]:
+    """``extra``, which only the first rank encodes, and an optimizer that is wrong on the second one."""
+    errors = []
+    with pipeline(mesh=ps.Mesh(pipe=2)) as pipe:
+        right, wrong = torch.optim.Adam(pipe.parameters()), torch.optim.Adam(mlp().parameters())
+        for options in ({"extra": mlp}, {"optimizer": wrong if rank == 1 else right}):
+            for asynchronous in (False, True):
+                with pytest.raises(ps.PenstockError) as caught:
+                    ps.save(folder, pipe, **options, asynchronous=asynchronous).wait()  # type: ignore[union-attr]
+                errors.append(str(caught.value))
+        ps.save(folder, pipe, right, step=1)
+        assert ps.load(folder, pipe, right).step == 1
+    return errors
+
+
+def test_an_error_on_one_rank_of_a_save_is_raised_on_all_of_them(tmp_path: Path, two: Ranks) -> None:
+    """A rank that returned alone would leave the others waiting, and mix its next save with theirs."""
+    first, second = two.check(cannot_be_saved_on_one_rank, tmp_path)
+    for text in (*first[:2], *second[:2]):
+        assert "extra is a function: a checkpoint holds numbers" in text
+    for text in (*first[2:], *second[2:]):
+        assert "of the optimizer is not one of the pipeline's" in text
+    assert first[2].startswith(f"the checkpoint {tmp_path} cannot be written: on rank 1, PlanError: a parameter")
 
 
 def test_a_full_disk_is_an_error_on_every_rank(tmp_path: Path, two: Ranks) -> None:
@@ -336,12 +412,22 @@ def test_a_checkpoint_of_something_else_is_refused_with_the_names_that_differ(tm
     groups = [{"params": [model[0].weight]}, {"params": [p for p in model.parameters() if p is not model[0].weight]}]
     with pytest.raises(ps.CheckpointError, match="has 1 parameter groups, but the given one has 2"):
         ps.load(tmp_path, model, torch.optim.Adam(groups))
+    few = torch.optim.Adam([model[0].weight, model[0].bias, model[1].weight, model[1].bias, model[2].weight])
+    with pytest.raises(
+        ps.CheckpointError, match=r"2\.bias, 3\.bias, 3\.weight of group 0 .* not in group 0 of the given"
+    ):
+        ps.load(tmp_path, model, few)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for wrong, message in (
         (lambda: ps.save(tmp_path, model, torch.optim.Adam(mlp().parameters())), "is not one of the pipeline's"),
         (lambda: ps.save(tmp_path, model, torch.optim.LBFGS(model.parameters())), "LBFGS keeps one state"),
         (lambda: ps.save(tmp_path, model, loader=3), "loader is a int without state_dict"),
         (lambda: ps.save(tmp_path, 3), "a checkpoint stores a ps.Pipeline or an nn.Module"),
         (lambda: ps.Checkpoints(tmp_path, every=0), "every is a number from 1 up"),
+        (lambda: ps.save(tmp_path, model, scheduler), r"the optimizer is a StepLR: pass other objects by name"),
+        (lambda: ps.save(tmp_path, model, step=-1), "step is a number from 0 up, got -1"),
+        (lambda: ps.Checkpoints(tmp_path, every=2).save(1.5, model), r"step is a number from 0 up, got 1\.5"),
+        (lambda: ps.load(tmp_path, mlp().to("meta")), "0.weight is on the meta device, without memory to load into"),
     ):
         with pytest.raises(ps.PlanError, match=message):
             wrong()  # type: ignore[no-untyped-call]

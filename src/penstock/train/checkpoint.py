@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -36,10 +36,12 @@ from penstock.engine.replicas.dtensor import is_dtensor
 from penstock.errors import CheckpointError, PlanError
 from penstock.train.checkpoint_files import (
     MANIFEST,
+    attempt,
     check_files,
     decode,
     encode,
     gather,
+    gather_results,
     read_manifest,
     read_tensors,
     write_checkpoint,
@@ -58,13 +60,23 @@ _groups: weakref.WeakKeyDictionary[Mesh, dist.ProcessGroup] = weakref.WeakKeyDic
 class PendingSave:
     """A checkpoint that a thread is writing. ``wait()`` returns when it is complete, or raises the thread's error."""
 
+    latest: ClassVar[PendingSave | None] = None
+
     def __init__(self, write: Callable[[], None]) -> None:
         thread = ThreadPoolExecutor(1, "penstock checkpoint")
         self._written = thread.submit(write)
         thread.shutdown(wait=False)
+        PendingSave.latest = self
 
     def wait(self) -> None:
         self._written.result()
+
+    @classmethod
+    def finish(cls) -> None:
+        """Wait for the last checkpoint without its error: ranks that write two at once would mix their messages."""
+        if cls.latest is not None:
+            cls.latest._written.exception()
+            cls.latest = None
 
 
 @dataclass(frozen=True)
@@ -94,23 +106,33 @@ def save(
     contain numbers, strings, tensors and containers of them. Gradients are not saved.
 
     The new checkpoint replaces an old one at ``path`` when it is complete. With ``asynchronous=True`` the call returns
-    when all tensors are copied to host memory, and a thread writes them: call ``wait()`` on the result.
+    when all tensors are copied to host memory, and a thread writes them: call ``wait()`` on the result. A further save
+    waits for the thread. An error on one rank is raised on all of them.
     """
+    _check_number("step", step, 0)
     path, named = Path(path), _NamedState(pipe)
-    tensors = {f"model.{name}": copies[0] for name, copies in named.tensors.items()}
-    values = {name: encode(value, f"values.{name}", tensors) for name, value in named.values.items()}
-    groups, states = ([], {}) if optimizer is None else named.optimizer_content(optimizer, tensors)
-    content: dict[str, Any] = {"step": step, "steps": pipe.steps if isinstance(pipe, Pipeline) else step or 0}
-    if named.rank == 0:
-        content["extra"] = encode(extra, "extra", tensors)
-        content["objects"] = {n: encode(_require_state(n, o), f"objects.{n}", tensors) for n, o in objects.items()}
-    generators = encode(_generator_states(), f"random.{named.rank}", tensors)
-    if asynchronous:
-        tensors = {name: tensor.clone() if tensor.is_cpu else tensor.cpu() for name, tensor in tensors.items()}
     group = named.group()
+    content: dict[str, Any] = {"step": step, "steps": pipe.steps if isinstance(pipe, Pipeline) else step or 0}
+    tensors: dict[str, Tensor] = {}
+    PendingSave.finish()
+
+    def collect() -> tuple[Any, ...]:
+        path.mkdir(parents=True, exist_ok=True)
+        tensors.update({f"model.{name}": copies[0] for name, copies in named.tensors.items()})
+        values = {name: encode(value, f"values.{name}", tensors) for name, value in named.values.items()}
+        groups, states = ([], {}) if optimizer is None else named.optimizer_content(optimizer, tensors)
+        if named.rank == 0:
+            content["extra"] = encode(extra, "extra", tensors)
+            content["objects"] = {n: encode(_require_state(n, o), f"objects.{n}", tensors) for n, o in objects.items()}
+        generators = encode(_generator_states(), f"random.{named.rank}", tensors)
+        if asynchronous:
+            tensors.update({name: t.clone() if t.is_cpu else t.cpu() for name, t in tensors.items()})
+        return generators, values, states, groups
+
+    collected = attempt(collect)
 
     def write() -> None:
-        parts = gather((generators, values, states, groups), group)
+        parts = gather_results(collected, f"the checkpoint {path} cannot be written", group)
         content["random"] = [part[0] for part in parts]
         content["values"] = {name: value for part in reversed(parts) for name, value in part[1].items()}
         if optimizer is not None:
@@ -122,14 +144,15 @@ def save(
             }
         write_checkpoint(path, tensors, content, group)
 
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be written: {error}") from error
-    if asynchronous:
+    if asynchronous and collected[1] is None:
         return PendingSave(write)
     write()
     return None
+
+
+def _check_number(name: str, number: Any, least: int) -> None:
+    if number is not None and (type(number) is not int or number < least):
+        raise PlanError(f"{name} is a number from {least} up, got {number!r}")
 
 
 def load(path: str | Path, pipe: Model, optimizer: Optimizer | None = None, **objects: Any) -> Loaded:
@@ -137,7 +160,7 @@ def load(path: str | Path, pipe: Model, optimizer: Optimizer | None = None, **ob
 
     Create the optimizer and the ``objects`` as for the run that was saved, and pass the objects under the same names.
     Each rank reads its own tensors, and checks the files that it reads first. If the checkpoint does not fit, an error
-    names the difference, and parameters and optimizer are unchanged.
+    names the difference, and parameters and optimizer are unchanged. The ``objects`` are loaded last.
     """
     path, named = Path(path), _NamedState(pipe)
     manifest = read_manifest(path)
@@ -195,9 +218,8 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, *, every: int = 1, keep: int | None = None) -> None:
-        for name, number in (("every", every), ("keep", keep)):
-            if number is not None and (type(number) is not int or number < 1):
-                raise PlanError(f"{name} is a number from 1 up, got {number!r}")
+        _check_number("every", every, 1)
+        _check_number("keep", keep, 1)
         self.folder, self.every, self.keep = Path(folder), every, keep
         self.preempted = False  # whether this process has received SIGTERM
         self._pending: PendingSave | None = None
@@ -229,6 +251,7 @@ class Checkpoints:
 
         ``options`` are those of ``ps.save``. It waits for an asynchronous save before the next one begins.
         """
+        _check_number("step", step, 0)
         main = threading.current_thread() is threading.main_thread()
         if main and not self.preempted and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._preempt)
@@ -265,9 +288,12 @@ class Checkpoints:
 
     def _delete_old(self) -> None:
         if self.keep is not None and not (dist.is_initialized() and dist.get_rank()):
-            for old in self.paths()[self.keep :]:
-                (old / MANIFEST).unlink()  # first: a folder without a manifest is no checkpoint
-                shutil.rmtree(old, ignore_errors=True)
+            kept = self.paths()[: self.keep]
+            for old in self.folder.glob("step-*"):
+                # Without a manifest, a folder is what a save has left that failed or was killed.
+                if old not in kept and old.name[5:].isdigit() and int(old.name[5:]) < int(kept[0].name[5:]):
+                    (old / MANIFEST).unlink(missing_ok=True)  # first: a folder without a manifest is no checkpoint
+                    shutil.rmtree(old, ignore_errors=True)
 
 
 def _find_damage(path: Path, rank: int, ranks: int) -> str | None:
@@ -345,6 +371,8 @@ class _NamedState:
                 f"the checkpoint {path} is of another model: it lacks {_listed(missing)} and has {_listed(unexpected)}"
             )
         for name, (tensor, *_) in self.tensors.items():
+            if tensor.is_meta:
+                raise PlanError(f"{name} is on the meta device, without memory to load into: call model.to_empty(…)")
             shape = manifest["tensors"][f"model.{name}"][1]
             if shape != [*tensor.shape]:
                 text = f"{name} has the shape {tuple(shape)} in it and {tuple(tensor.shape)} here"
@@ -354,6 +382,9 @@ class _NamedState:
 
     def _parameters(self, optimizer: Optimizer) -> list[list[tuple[str, Tensor]]]:
         """The optimizer's parameters by group, with their names."""
+        if not isinstance(optimizer, Optimizer):
+            kind = type(optimizer).__name__
+            raise PlanError(f"the optimizer is a {kind}: pass other objects by name, lr_scheduler=…")
         if isinstance(optimizer, LBFGS):
             raise PlanError("LBFGS keeps one state for all its parameters, which cannot be divided by name")
         found: list[list[tuple[str, Tensor]]] = []
@@ -373,7 +404,7 @@ class _NamedState:
     def optimizer_content(self, optimizer: Optimizer, tensors: dict[str, Tensor]) -> tuple[list[Any], dict[str, Any]]:
         """The options and parameter names of each group, and the state of each parameter by name."""
         groups, states = [], dict[str, Any]()
-        for group, parameters in zip(optimizer.param_groups, self._parameters(optimizer), strict=True):
+        for parameters, group in zip(self._parameters(optimizer), optimizer.param_groups, strict=True):
             options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
             groups.append([encode(options, "optimizer", {}), [name for name, _ in parameters]])
             for name, parameter in parameters:
@@ -398,6 +429,10 @@ class _NamedState:
         states: dict[Tensor, Any] = {}
         for number, (row, (_, names)) in enumerate(zip(here, stored["groups"], strict=True)):
             group = optimizer.param_groups[number]
+            left_out = sorted({name for name in names if name in self.tensors} - {name for name, _ in row})
+            if left_out:
+                where = f"group {number} of the optimizer in the checkpoint {path}"
+                raise CheckpointError(f"{_listed(left_out)} of {where} is not in group {number} of the given one")
             for name, parameter in row:
                 if name not in names:
                     raise CheckpointError(f"{name} is in group {number} of the optimizer, but in another in {path}")

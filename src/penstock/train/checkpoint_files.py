@@ -20,7 +20,7 @@ import warnings
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock._torch import stored_chunk
-from penstock.errors import CheckpointError, PlanError
+from penstock.errors import CheckpointError, PenstockError, PlanError, text_of
 from penstock.json_schema import Maybe, check_schema, parse_json
 
 MANIFEST = "penstock.json"
@@ -71,8 +71,9 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if kind in (torch.dtype, torch.device):
         return {kind.__name__: str(value).removeprefix("torch.")}
     if hasattr(value, "__array__"):  # NumPy
-        array = torch.as_tensor(value)
-        return {"array": _add_tensor(array, name, tensors)} if array.dim() else array.item()
+        with suppress(TypeError):  # torch has no strings
+            array = torch.as_tensor(value)
+            return {"array": _add_tensor(array, name, tensors)} if array.dim() else array.item()
     raise CheckpointError(
         f"{name} is a {kind.__name__}: a checkpoint holds numbers, strings, tensors, and lists, tuples and dicts of "
         "them"
@@ -160,6 +161,26 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
+def attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """The value of ``make()``, or the exception that it raised."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def gather_results(result: tuple[Any, Exception | None], problem: str, group: dist.ProcessGroup | None) -> list[Any]:
+    """The values of all ranks. An error of one rank is raised on all of them, so that none waits for another."""
+    value, own = result
+    rows = gather((value, None if own is None else f"{type(own).__name__}: {text_of(own)}"), group)
+    if isinstance(own, PenstockError):
+        raise own
+    for rank, (_, text) in enumerate(rows):
+        if text is not None:
+            raise CheckpointError(f"{problem}: on rank {rank}, {text}") from own
+    return [value for value, _ in rows]
+
+
 def write_checkpoint(
     path: Path, tensors: dict[str, Tensor], content: Mapping[str, Any], group: dist.ProcessGroup | None
 ) -> None:
@@ -168,25 +189,22 @@ def write_checkpoint(
     A tensor that several ranks have under one name is written by one of them. The new manifest replaces an old one
     atomically, and the old files are deleted afterwards: at any time there is one complete checkpoint.
     """
-    rank = 0 if group is None else dist.get_rank(group)
+    rank, problem = 0 if group is None else dist.get_rank(group), f"the checkpoint {path} cannot be written"
     data: str = gather(f"data-{uuid.uuid4().hex[:8]}", group)[0]
     folder = path / data
     writer, planner = _Writer(folder), DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _torch_errors(f"the checkpoint {path} cannot be written"):
+    with _torch_errors(problem):
         save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-    own = {file.name: [file.stat().st_size, checksum(file)] for file in folder.glob(f"__{rank}_*")}
-    files = {name: entry for part in gather(own, group) for name, entry in part.items()}
-    error = None
-    if rank == 0:
-        assert writer.metadata is not None
-        described = {"format": FORMAT, "data": data, "files": files, "tensors": _describe(writer.metadata)}
-        try:
+    own = attempt(lambda: {f.name: [f.stat().st_size, checksum(f)] for f in folder.glob(f"__{rank}_*")})
+    files = {name: entry for part in gather_results(own, problem, group) for name, entry in part.items()}
+
+    def finish() -> None:
+        if rank == 0:
+            assert writer.metadata is not None
+            described = {"format": FORMAT, "data": data, "files": files, "tensors": _describe(writer.metadata)}
             _replace(path, data, json.dumps({**described, **content}, separators=(",", ":")))
-        except OSError as failure:
-            error = f"{path / MANIFEST} cannot be written: {failure}"
-    error = gather(error, group)[0]  # every rank waits for the manifest
-    if error is not None:
-        raise CheckpointError(error)
+
+    gather_results(attempt(finish), problem, group)  # every rank waits for the manifest
 
 
 def _describe(metadata: Metadata) -> dict[str, Any]:
