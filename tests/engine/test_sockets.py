@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from penstock.engine.channel.base import open_group
 from penstock.engine.failure import sockets
+from penstock.engine.failure.cause import store_unreachable
 from penstock.engine.failure.sockets import (
     PipelineSockets,
     RankProcess,
@@ -244,3 +245,16 @@ def test_a_forked_child_does_not_keep_the_port_open(store: Any) -> None:
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
+
+
+def test_a_silent_store_is_not_reported_as_gone(store: Any) -> None:
+    """The request that times out breaks the connection, also for threads that use it afterwards."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for other in (server, store):
+        first = store_unreachable(other, RuntimeError("Connection reset by peer"))
+        assert first.message.endswith("is gone, and the store with it (killed, or out of memory?)")
+    silent = store_unreachable(store, RuntimeError("Socket Timeout"))
+    assert silent.message.startswith(f"the store on 127.0.0.1:{store.port} does not answer")
+    assert store_unreachable(store, RuntimeError("Connection reset by peer")) == silent
+    assert store_unreachable(store) == silent
+    assert store_unreachable(server) == first

@@ -133,8 +133,13 @@ def store_unreachable(store: Store, error: BaseException | None = None) -> Cause
     """The cause to report when a request to the TCPStore has failed, or its connection is broken."""
     owner = "the launcher's process" if launcher_owns_store() else "its process, or the launcher's,"
     rank = None if launcher_owns_store() else 0
+    address = store_address(store)
     if error is not None and "Socket Timeout" in str(error):
+        _silent_stores.add(address)  # the other threads find their connections broken
         disconnect_store(store)
-        silent = f"the store on {store_address(store)} does not answer"
-        return Cause(rank, "", f"{silent} (is its process stopped, or the network cut?)")
+    if address in _silent_stores:
+        return Cause(rank, "", f"the store on {address} does not answer (is its process stopped, or the network cut?)")
     return Cause(rank, "", f"{owner} is gone, and the store with it (killed, or out of memory?)")
+
+
+_silent_stores: set[str] = set()  # the addresses of stores that have not answered this process
