@@ -126,6 +126,7 @@ def test_parts_that_belong_to_nobody(tmp_path: Path) -> None:
         (lambda data: data["schedule"].update(orders=["x"]), "'x' is not an action"),
         (lambda data: data["steps"][0]["parts"][0].update(begin=float("nan")), r"\['begin'\] must be a number, .* nan"),
         (lambda data: data["tracks"][1].update(place=2), "stages or tracks of ranks that do not exist: there are 2"),
+        (lambda data: data["schedule"].update(placement=[0, 0]), "tracks of ranks that do not exist: there are 1"),
         (lambda data: data["edges"].append([1, 2]), "edges of stages that do not exist: there are 2"),
         (lambda data: data.update(plan={"stages": [{}]}), "is not a saved trace: the plan has no 'penstock_plan'"),
         (

@@ -351,7 +351,8 @@ class TraceData:
             missing=data.get("missing"),
             prediction=predicted,
         )
-        tracks, ranks, stages = len(trace.tracks), len(orders), trace.schedule.num_stages
+        tracks, stages = len(trace.tracks), trace.schedule.num_stages
+        ranks = min(len(orders), max(trace.schedule.placement, default=-1) + 1)
         parts = [part for step in trace.steps for part in step.parts]
         for what, numbers, count in (
             ("parts of tracks", [part.track for part in parts], tracks),
