@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -354,3 +355,19 @@ def test_a_rank_that_starts_after_its_launcher_was_killed_ends(tmp_path: Path) -
     gone = run(python("-c", "import os; print(os.getpid())"), environment()).stdout.strip()
     done = run(python(Path(run_worker.__file__), script), environment(PENSTOCK_LAUNCHER=gone))
     assert done.returncode == 1
+
+
+def test_the_time_of_a_lookup_is_set_before_the_first_one(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The resolver reads RES_OPTIONS once. With its default, a lost query stalled all ranks for five seconds."""
+    found = []
+
+    def look_up(*_: Any) -> None:
+        found.append(os.environ["RES_OPTIONS"])
+        raise OSError
+
+    monkeypatch.setenv("RES_OPTIONS", "")
+    monkeypatch.delenv("RES_OPTIONS")
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert main(["run", "--stages", "2", "--nnodes", "2", "--rdzv-endpoint", "host0:29500", "train.py"]) == 2
+    assert found == ["timeout:1"]
+    assert "the host name 'host0' cannot be resolved" in capsys.readouterr().err

@@ -122,6 +122,8 @@ def run(
         raise UsageError("--master needs --node-rank, the number of this machine from 0; --rdzv-endpoint does not")
     if node_rank is not None and node_rank >= most:
         raise UsageError(f"--node-rank {node_rank} is too high: --nnodes {most} are numbered from 0 on")
+    # torch looks up the names of peers; the default timeout is 5 s. The first lookup of a process reads this variable.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1")
     try:
         socket.getaddrinfo(host.strip("[]"), None)
     except (OSError, UnicodeError):
@@ -246,7 +248,6 @@ def _environment(variables: dict[str, str], processes: int, cpu: bool, local: bo
     os.environ.update(variables, PENSTOCK_LAUNCHER=str(os.getpid()))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // processes)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")  # seconds from a signal until processes are killed
-    os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch looks up the names of peers; the default timeout is 5 s
     if local and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if cpu:
