@@ -64,6 +64,7 @@ def test_all_is_ok() -> None:
         (network(()), "warn", "host name", "/etc/hosts"),
         (network(("127.0.0.1",), **TORCHRUN), "fail", "host name", "/etc/hosts"),
         (network(seconds=5.005), "warn", "name server", "a name server does not answer"),
+        (network(seconds=5.005), "warn", "name server", "'::ffff:127.0.0.1 localhost'"),
         (network(**{**TORCHRUN, "MASTER_ADDR": "127.0.0.1"}), "fail", "launcher", "address of the first machine"),
         ([check_link("gloo", "two", 0.05, 1e9)], "warn", "gloo", "slow"),
         ([check_link("gloo", "two", 0.001, 1e6)], "warn", "gloo", "slow"),

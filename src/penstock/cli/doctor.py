@@ -200,8 +200,8 @@ def check_network(
     else:
         yield Finding("ok", "host name", text)
     remedy = (
-        "torch looks up the name of each peer that connects, and a name server does not answer: enter the "
-        "addresses in /etc/hosts, or set 'options timeout:1 attempts:1' in /etc/resolv.conf"
+        "torch looks up the name of each peer that connects, and a name server does not answer: enter the addresses "
+        "in /etc/hosts, in the form '::ffff:127.0.0.1 localhost', or set RES_OPTIONS=timeout:1 for the launcher"
     )
     text = f"a lookup of a peer's name takes {reverse_seconds:.1f} s"
     yield _check(reverse_seconds > 1, "name server", text, remedy)
