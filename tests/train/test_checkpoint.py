@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import pickle
@@ -18,11 +19,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock as ps
-from penstock.train import checkpoint_files
+from penstock.train import checkpoint, checkpoint_files
+from penstock.train.checkpoint import PendingSave
 from penstock.train.checkpoint_files import MANIFEST, decode, encode
 from tests.support.ranks import RankExited, Ranks, run_ranks
 
@@ -472,6 +475,21 @@ def written_here(rank: int, folder: Path) -> set[str]:
 def test_each_rank_writes_its_own_tensors(tmp_path: Path, two: Ranks) -> None:
     expected = [{f"model.{i}.{name}" for i in layers for name in ("weight", "bias")} for layers in ((0, 1), (2, 3))]
     assert two.check(written_here, tmp_path) == expected
+
+
+def group_after_the_end(rank: int, folder: Path) -> bool:
+    mesh = ps.Mesh(pipe=2)
+    with pipeline(mesh=mesh) as pipe:
+        ps.save(folder, pipe, asynchronous=True)
+        PendingSave.finish()
+    dist.destroy_process_group()
+    gc.collect()
+    return checkpoint._groups[mesh]() is None
+
+
+def test_the_group_of_checkpoints_ends_with_the_process_group(tmp_path: Path) -> None:
+    """Its threads release tensors. If they did so at the end of the interpreter, the process was aborted."""
+    assert run_ranks(group_after_the_end, 2, tmp_path) == [True, True]
 
 
 def sharded(rank: int, folder: Path, sizes: dict[str, int], how: str, save: bool) -> Tensor:

@@ -54,7 +54,8 @@ logger = logging.getLogger("penstock")
 PREEMPTED = 75  # the exit code EX_TEMPFAIL: try again later
 
 Model = Pipeline | nn.Module
-_groups: weakref.WeakKeyDictionary[Mesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+# Weak, so that ``destroy_process_group`` ends the threads of a group. If they outlive the interpreter, they may abort.
+_groups: weakref.WeakKeyDictionary[Mesh, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 class PendingSave:
@@ -356,11 +357,14 @@ class _NamedState:
         """A gloo group of the mesh's processes, used only for checkpoints, so that a thread may use it."""
         if self.mesh is None:
             return None
-        if self.mesh not in _groups:
+        known = _groups.get(self.mesh)
+        group = None if known is None else known()
+        if group is None:
             ranks = list(self.mesh.world_ranks)
             part = len(ranks) < dist.get_world_size()
-            _groups[self.mesh] = dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
-        return _groups[self.mesh]
+            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=part)
+            _groups[self.mesh] = weakref.ref(group)
+        return group
 
     def check(self, path: Path, manifest: Mapping[str, Any]) -> None:
         """Raise an error if the checkpoint is of another model."""
