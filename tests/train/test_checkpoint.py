@@ -427,7 +427,7 @@ def test_a_checkpoint_of_something_else_is_refused_with_the_names_that_differ(tm
         (lambda: ps.save(tmp_path, model, loader=3), "loader is a int without state_dict"),
         (lambda: ps.save(tmp_path, 3), "a checkpoint stores a ps.Pipeline or an nn.Module"),
         (lambda: ps.Checkpoints(tmp_path, every=0), "every is a number from 1 up"),
-        (lambda: ps.save(tmp_path, model, scheduler), r"the optimizer is a StepLR: pass other objects by name"),
+        (lambda: ps.save(tmp_path, model, scheduler), r"the optimizer is a StepLR: pass others by name"),
         (lambda: ps.save(tmp_path, model, step=-1), "step is a number from 0 up, got -1"),
         (lambda: ps.Checkpoints(tmp_path, every=2).save(1.5, model), r"step is a number from 0 up, got 1\.5"),
         (lambda: ps.load(tmp_path, mlp().to("meta")), "0.weight is on the meta device, without memory to load into"),

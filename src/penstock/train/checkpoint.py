@@ -137,11 +137,10 @@ def save(
         content["random"] = [part[0] for part in parts]
         content["values"] = {name: value for part in reversed(parts) for name, value in part[1].items()}
         if optimizer is not None:
-            merged = {name: state for part in reversed(parts) for name, state in part[2].items()}
             content["optimizer"] = {
                 "class": type(optimizer).__name__,
                 "groups": _merge_groups([part[3] for part in parts]),
-                "states": merged,
+                "states": {name: state for part in reversed(parts) for name, state in part[2].items()},
             }
         write_checkpoint(path, tensors, content, group)
 
@@ -357,8 +356,7 @@ class _NamedState:
         """A gloo group of the mesh's processes, used only for checkpoints, so that a thread may use it."""
         if self.mesh is None:
             return None
-        known = _groups.get(self.mesh)
-        group = None if known is None else known()
+        group = _groups.get(self.mesh, lambda: None)()
         if group is None:
             ranks = list(self.mesh.world_ranks)
             part = len(ranks) < dist.get_world_size()
@@ -387,8 +385,7 @@ class _NamedState:
     def _parameters(self, optimizer: Optimizer) -> list[list[tuple[str, Tensor]]]:
         """The optimizer's parameters by group, with their names."""
         if not isinstance(optimizer, Optimizer):
-            kind = type(optimizer).__name__
-            raise PlanError(f"the optimizer is a {kind}: pass other objects by name, lr_scheduler=…")
+            raise PlanError(f"the optimizer is a {type(optimizer).__name__}: pass others by name, lr_scheduler=…")
         if isinstance(optimizer, LBFGS):
             raise PlanError("LBFGS keeps one state for all its parameters, which cannot be divided by name")
         found: list[list[tuple[str, Tensor]]] = []
