@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from itertools import accumulate
 
 import pytest
 import torch
@@ -117,3 +119,53 @@ def test_compiled_layers_and_stages(compiled: str) -> None:
             for name, parameter in pipe.named_parameters():
                 torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
             pipe.zero_grad()
+
+
+@dataclass
+class Outputs:
+    logits: Tensor
+    hidden: list[Tensor]
+
+
+class Opaque:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class ReturnsObject(nn.Module):
+    """Returns a dataclass of the user's, or an object whose tensors Penstock does not see."""
+
+    def __init__(self, opaque: bool) -> None:
+        super().__init__()
+        self.opaque = opaque
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Outputs | Opaque:
+        hidden = list(accumulate(self.layers, lambda h, layer: layer(h).tanh(), initial=x))
+        return Opaque(hidden[-1]) if self.opaque else Outputs(hidden[-1], hidden[:-1])
+
+
+def object_on_rank(rank: int) -> None:
+    for opaque in (False, True):
+        torch.manual_seed(0)
+        last, x = ReturnsObject(opaque), torch.randn(4, 6)
+        model = nn.Sequential(nn.Linear(6, 6), last) if opaque else last
+        plain = copy.deepcopy(model)
+        expected = plain(x).logits.square().mean()
+        expected.backward()
+        for mesh in (None, ps.Mesh()):
+            plan = ps.split(model, stages=2)
+            with ps.Pipeline(plan, lambda out: out.logits.square().mean(), microbatches=2, mesh=mesh) as pipe:
+                result = pipe.step(x)
+                torch.testing.assert_close(result.loss, expected.detach())
+                for name, parameter in pipe.named_parameters():
+                    torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, msg=name)
+                if pipe.has_last_stage and not opaque:
+                    torch.testing.assert_close(result.outputs.logits, plain(x).logits.detach())
+                    assert [tuple(h.shape) for h in result.outputs.hidden] == [(4, 6)] * 3
+                pipe.zero_grad()
+
+
+def test_outputs_in_an_object_give_gradients_to_all_ranks(two: Ranks) -> None:
+    """The tensors in a dataclass were not seen, so the rank before got no gradient, without an error."""
+    two.check(object_on_rank)
