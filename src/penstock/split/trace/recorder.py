@@ -454,7 +454,8 @@ class Recorder(Values):
             if next(module.parameters(), None) is not None:
                 raise PlanError(
                     f"{user_line()}: the {type(module).__name__} that is called here has parameters, but the model "
-                    "does not know it (is it in a plain list?): keep it as an attribute or in an nn.ModuleList"
+                    "does not know it: keep it as an attribute or in an nn.ModuleList, not in a plain list; if the "
+                    "forward makes it at its first call, run the model once before the split"
                 )
             return _original_call(module, *args, **kwargs)
         if any(id(t) not in self.names for t in (*module.parameters(), *module.buffers())):
@@ -676,6 +677,11 @@ class Recorder(Values):
         """The forward of an entered module does not run again: the next call must not depend on state that it keeps."""
         for path in {str(step.target) for step in self.result.steps if step.module}:
             for inner, part in self.modules[path].named_modules(prefix=path):
+                if id(part) not in self.paths:  # the module has put it there when it ran
+                    self.result.counts.setdefault(path, []).append(inner)
+                    continue
+                if type(part).__module__.startswith("torch.nn.modules."):  # an LSTM has a list of its weights
+                    continue
                 names = [n for n in before.changed(part, True) if not _harmless(part, n)]
                 names = [name for name in names if _is_counted(vars(part).get(name))]
                 if read := [name for name in names if (id(part), name) in self.first_read]:
