@@ -42,6 +42,7 @@ from penstock.schedule.provider import ScheduleProvider
 from penstock.split.check import compare_outputs
 from penstock.split.lazy import Lazy
 from penstock.split.plan import Plan, run_stages
+from penstock.split.sample import only_device
 
 T = TypeVar("T")
 
@@ -110,11 +111,9 @@ class Executor(ABC):
     def _verify(self, chain: Any, variant: str | None, value: Any) -> None:
         """Compare the outputs of the stages and of the whole model, where this process has it on one device."""
         model = chain.model
-        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         lazy = len(self.stages) < self.plan.num_stages and any(isinstance(part, Lazy) for part in model.modules())
-        if len(devices) != 1 or torch.device("meta") in devices or lazy:
-            return
-        if any(stage.parallel is not None for stage in self.stages.values()):  # its forward may wait for other ranks
+        parallel = any(stage.parallel is not None for stage in self.stages.values())  # it may wait for other ranks
+        if only_device(model) is None or lazy or parallel:
             return
 
         def staged(*args: Any, **kwargs: Any) -> Any:

@@ -127,8 +127,7 @@ class TraceChain(LayerChain):
         steps = [step for recording in self.planned for step in recording.steps]
         used = {str(step.target) for step in steps if step.module}
         used |= {ref.name for step in steps for ref in step.refs() if isinstance(ref, Attribute)}
-        parts = [name.split(".") for name in used]
-        return {".".join(names[:i]) for names in parts for i in range(1, len(names))} & set(self.calls.modules)
+        return {path for name in used for path in parent_paths(name)} & set(self.calls.modules)
 
     @classmethod
     def from_recipe(cls, model: nn.Module, recipe: Mapping[str, Any]) -> TraceChain:
@@ -558,20 +557,11 @@ class Members:
             if id(tensor) in holder:  # another name of what is held already
                 self.own[holder[id(tensor)]][name] = None
                 continue
-            likeness = {layer: max((_common(other, name) for other in held[layer]), default=0) for layer in layers}
+            own = {*parent_paths(name)}
+            likeness = {at: max((len(own & {*parent_paths(n)}) for n in held[at]), default=0) for at in layers}
             layer = max(reversed(layers), key=likeness.__getitem__)
             whole = next((prefix for prefix in parent_paths(name) if prefix not in entered), None)
             if whole is not None:  # a module that no call uses is kept in one piece
                 self.modules[layer][whole] = self.model.get_submodule(whole)
             else:
                 self.own[layer][name] = None
-
-
-def _common(a: str, b: str) -> int:
-    """How many parts at the beginning of two names are the same."""
-    count = 0
-    for one, other in zip(a.split("."), b.split("."), strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
