@@ -9,6 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import penstock as ps
 from tests.support.ranks import Ranks
@@ -169,3 +170,37 @@ def object_on_rank(rank: int) -> None:
 def test_outputs_in_an_object_give_gradients_to_all_ranks(two: Ranks) -> None:
     """The tensors in a dataclass were not seen, so the rank before got no gradient, without an error."""
     two.check(object_on_rank)
+
+
+class CountsClasses(nn.Module):
+    """Fake tensors cannot compute bincount and ctc_loss, although their shapes do not depend on data here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        self.seen += torch.bincount(labels.flatten(), minlength=6)
+        lengths = [torch.full((len(x),), size) for size in (x.shape[1], labels.shape[1])]
+        return F.ctc_loss(x.log_softmax(-1).transpose(0, 1), labels, *lengths, reduction="none")
+
+
+def counts_on_rank(rank: int) -> None:
+    torch.manual_seed(0)
+    model, x, labels = CountsClasses(), torch.randn(4, 8, 6), torch.randint(1, 6, (4, 2))
+    plain = copy.deepcopy(model)
+    expected = plain(x, labels).mean()
+    expected.backward()
+    plan, options = ps.split(model, stages=2), {"reduction": "mean", "mesh": ps.Mesh()}
+    with ps.Pipeline(plan, lambda losses: losses.mean(), microbatches=2, **options) as pipe:
+        torch.testing.assert_close(pipe.step((x, labels)).loss, expected.detach())
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        assert torch.equal(pipe.state_dict(full=True)["seen"], plain.seen)
+
+
+def test_functions_that_fake_tensors_cannot_compute(two: Ranks) -> None:
+    two.check(counts_on_rank)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock._torch import is_fake_tensor
 from penstock.errors import PlanError
+from penstock.split.trace.recorder import WITHOUT_DATA
 from penstock.split.trace.recording import (
     PLACEHOLDERS,
     Attribute,
@@ -198,8 +199,8 @@ class Program:
             env.update(zip(numbers, values, strict=True))
         env[_ROOT], env[_DEVICE] = root, _device(inputs, root) if self.own_device else None
         for step, fill_args, fill_kwargs, drops in self.steps:
+            args, kwargs = fill_args(env), fill_kwargs(env)
             try:
-                args, kwargs = fill_args(env), fill_kwargs(env)
                 target = self._module(root, step.target) if step.module else step.target
                 if step.checkpoint is not None:
                     target, kwargs = partial(checkpoint, partial(target, **kwargs), use_reentrant=step.checkpoint), {}
@@ -209,7 +210,7 @@ class Program:
                     with entered_context(step.context):
                         result = target(*args, **kwargs)
             except Exception as error:
-                result = _infer_result(step, args, kwargs, root) if step.module or step.asks else None
+                result = _infer_result(step, args, kwargs, root)
                 if result is None:
                     error.add_note(f"in the forward's line {step.where}")
                     raise
@@ -265,6 +266,8 @@ def _infer_result(step: Step, args: Any, kwargs: Any, root: nn.Module) -> Any:
         return None
     if step.asks:
         return from_answer(step.answer, tensors[0].device)
+    if not step.module:
+        return WITHOUT_DATA[step.target](*args, **kwargs) if step.target in WITHOUT_DATA else None
     members = (*tensors, *_lookup(root, step.target).parameters())
     zero = sum(t.flatten()[:0].sum() for t in members if t.requires_grad)  # the result depends on all of these
 

@@ -105,7 +105,7 @@ def _ctc_loss(log_probs: Tensor, *args: Any, reduction: str = "mean", **kwargs: 
     return log_probs.sum((0, -1)) if reduction == "none" else log_probs.sum()
 
 
-_WITHOUT_DATA: dict[Any, Callable[..., Tensor]] = {
+WITHOUT_DATA: dict[Any, Callable[..., Tensor]] = {
     F.one_hot: _one_hot,
     F.ctc_loss: _ctc_loss,
     torch.bincount: _bincount,
@@ -292,7 +292,7 @@ class Recorder(Values):
         step = Step(func, None, None, [], self.layer, "", known=known, context=changed_context(self.context))
         try:
             with self._running(), self.mode, DisableTorchFunctionSubclass():
-                result = _WITHOUT_DATA.get(func, func)(*self._all_fake(args), **self._all_fake(kwargs))
+                result = WITHOUT_DATA.get(func, func)(*self._all_fake(args), **self._all_fake(kwargs))
             if isinstance(result, Tensor) and func in (torch.tensor, torch.as_tensor) and not is_fake_tensor(result):
                 result = self._fake(result)
         except Exception as error:
@@ -432,7 +432,7 @@ class Recorder(Values):
             elif type(known) is not Value and id(known) in self.names and step.module:
                 known = self._value(leaf, False, label)
             step.outputs.append(known.number if type(known) is Value else None)
-            if not step.module and step.target in _WITHOUT_DATA:
+            if not step.module and step.target in WITHOUT_DATA:
                 step.shape = tuple(leaf.shape)
             return known
 
