@@ -280,7 +280,7 @@ class Pipeline(PipelineState):
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         first = Arguments(*unflatten([leaf_to_device(leaf, device) for leaf in leaves], spec))
         try:
-            self.plan.prepare(self._chain.arguments(*first))
+            self._chain.prepare(self.plan.groups, self._chain.variant(self._chain.arguments(*first)))
         except PlanError:
             executor, offload = self._executor, self._offload
             if executor.ties.copies or offload is not None or self.step_totals.steps:

@@ -133,29 +133,25 @@ class TraceChain(LayerChain):
     def from_recipe(cls, model: nn.Module, recipe: Mapping[str, Any]) -> TraceChain:
         """The chain that a saved plan was made of."""
         check_schema(recipe, _RECIPE, "the plan's recipe")
+        calls, how, data = Calls(model), recipe.get("how"), recipe.get("called")
         try:
-            return cls._from_checked_recipe(model, recipe)
+            if how == "cuts":
+                return cls(policy_for_cuts(calls, recipe["cuts"]), data)
+            if how == "blocks":
+                return cls(policy_for_blocks(calls, blocks_of(model, recipe["blocks"]), recipe["blocks"]), data)
+            if how == "modules":
+                return cls(policy_for_modules(calls, recipe["expanded"]), data)
+            if how == "marks" and data is not None:
+                lead = Block(*recipe["lead"]) if recipe.get("lead") else None
+                policy = policy_for_marks(calls, data, None, lead)
+                if policy is None:
+                    raise PlanError(f"the plan was made at marks, but {type(model).__name__} has none")
+                return cls(policy, data)
+        except PenstockError:
+            raise
         except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-            if isinstance(error, PenstockError):
-                raise
             problem = f"the call in the plan's recipe cannot be recorded: {type(error).__name__}: {error}"
             raise PlanError(f"{problem}. Split the model again") from error
-
-    @classmethod
-    def _from_checked_recipe(cls, model: nn.Module, recipe: Mapping[str, Any]) -> TraceChain:
-        calls, how, data = Calls(model), recipe.get("how"), recipe.get("called")
-        if how == "cuts":
-            return cls(policy_for_cuts(calls, recipe["cuts"]), data)
-        if how == "blocks":
-            return cls(policy_for_blocks(calls, blocks_of(model, recipe["blocks"]), recipe["blocks"]), data)
-        if how == "modules":
-            return cls(policy_for_modules(calls, recipe["expanded"]), data)
-        if how == "marks" and data is not None:
-            lead = Block(*recipe["lead"]) if recipe.get("lead") else None
-            policy = policy_for_marks(calls, data, None, lead)
-            if policy is None:
-                raise PlanError(f"the plan was made at marks, but {type(model).__name__} has none")
-            return cls(policy, data)
         raise PlanError(f"the plan's recipe for a recorded model is not known here: {dict(recipe)!r}")
 
     # ── layers ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -29,8 +29,7 @@ from penstock.split.trace.recording import (
     Ref,
     ResultTensor,
     Step,
-    check_plain,
-    check_shapes,
+    check_result,
     entered_context,
     from_answer,
     is_uniform,
@@ -214,10 +213,8 @@ class Program:
                 if result is None:
                     error.add_note(f"in the forward's line {step.where}")
                     raise
-            if step.checks_shapes:
-                check_shapes(step, result)
-            if step.module and not isinstance(result, Tensor):
-                check_plain(step, result)
+            if step.checks_shapes or (step.module and not isinstance(result, Tensor)):
+                check_result(step, result)
             if step.outputs:
                 store_outputs(step, result, env, drops)
             del result, args, kwargs
@@ -226,7 +223,6 @@ class Program:
         if self.last:
             return self.output(env)
         return [[env[number] for number in numbers] for numbers in self.sent]
-
 
     def _module(self, root: nn.Module, path: str) -> Any:
         """A module of the stage, or one of the model without state, which any stage may call."""

@@ -71,7 +71,6 @@ from penstock.split.trace.recording import (
     leaves_of,
     map_tree,
     needed_for,
-    needed_for_answers,
     template_of,
 )
 from penstock.split.trace.state import LIBRARY, is_users_code, recording_in_thread, user_line
@@ -381,7 +380,7 @@ class Recorder(Values):
         elif self.tensors is None:
             raise self._refuse(error)
         else:
-            steps = needed_for_answers([*self.result.steps, step])
+            steps = needed_for([*self.result.steps, step])
             env = dict(zip(self.result.inputs, self.tensors, strict=True))
             with self._running(), DisableTorchFunction():
                 found = evaluate(steps, env, self.model)
@@ -715,7 +714,7 @@ class Recorder(Values):
         """Answers are found before the micro-batches run: they must not depend on state that a forward changes."""
         steps = self.result.steps
         changed = {name: step.where for step in steps for name in step.changed_names}
-        for step in needed_for_answers(steps):
+        for step in needed_for(steps):
             for ref in step.refs():
                 if isinstance(ref, Attribute) and ref.name in changed:
                     raise CannotTrace(
