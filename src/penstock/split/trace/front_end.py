@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -145,14 +146,8 @@ def call_of(calls: Calls, arguments: Mapping[str, Any]) -> KnownCall:
 def _may_have_marks(model: nn.Module) -> bool:
     """Libraries have no marks in their forwards; the user's own code may."""
     marked = bool(cut_points(model)) or any(begin_block_of(module) is not None for module in model.modules())
-    return marked or any("site-packages" not in _file(type(module)) for module in model.modules())
-
-
-def _file(kind: type) -> str:
-    try:
-        return inspect.getfile(kind)
-    except (TypeError, OSError):
-        return ""
+    files = (getattr(sys.modules.get(type(module).__module__), "__file__", None) for module in model.modules())
+    return marked or any("site-packages" not in (file or "") for file in files)
 
 
 def _check_sized(model: nn.Module) -> None:

@@ -451,10 +451,11 @@ class Recorder(Values):
         path = self.paths.get(id(module))
         if path is None:
             if next(module.parameters(), None) is not None:
-                raise PlanError(
+                raise CannotTrace(
                     f"{user_line()}: the {type(module).__name__} that is called here has parameters, but the model "
                     "does not know it: keep it as an attribute or in an nn.ModuleList, not in a plain list; if the "
-                    "forward makes it at its first call, run the model once before the split"
+                    "forward makes it at its first call, run the model once before the split",
+                    definite=True,
                 )
             return _original_call(module, *args, **kwargs)
         if any(id(t) not in self.names for t in (*module.parameters(), *module.buffers())):
