@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -204,3 +205,38 @@ def counts_on_rank(rank: int) -> None:
 
 def test_functions_that_fake_tensors_cannot_compute(two: Ranks) -> None:
     two.check(counts_on_rank)
+
+
+class Experts(nn.Module):
+    """The kernel of transformers' experts, whose meta function refuses single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight, offs=torch.tensor([1, len(x)], dtype=torch.int32))
+
+
+def experts_on_rank(rank: int) -> None:
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([nn.Linear(8, 8), Experts(), Experts()]), torch.randn(4, 8)
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    expected = model(x).square().mean()
+    try:
+        plan = ps.split(model, cuts=["2"])
+        options = {"reduction": "mean", "mesh": ps.Mesh()}
+        with ps.Pipeline(plan, lambda out: out.square().mean(), microbatches=1, **options) as pipe:
+            torch.testing.assert_close(pipe.step(x).loss, expected.detach())
+    finally:
+        logger.removeHandler(handler)
+    assert not logged
+
+
+def test_operators_that_fake_tensors_refuse_are_not_logged(two: Ranks) -> None:
+    two.check(experts_on_rank)

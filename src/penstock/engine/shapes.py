@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from penstock._torch import BatchNorm, fake_tensor_mode, unsafe_view
+from penstock._torch import BatchNorm, fake_tensor_mode, unlogged_fake_tensor_errors, unsafe_view
 from penstock.engine.forward_context import CallerContext
 from penstock.engine.message import (
     PLAIN_TYPES,
@@ -97,6 +97,7 @@ class Propagation:
         device = self.fake.device
         with ExitStack() as stack:
             stack.enter_context(self.fake.mode)
+            stack.enter_context(unlogged_fake_tensor_errors())  # a recording has the results of such operators
             stack.enter_context(torch.set_grad_enabled(self.grad))
             values = []
             shared: list[Tensor] = []
@@ -141,7 +142,7 @@ class Propagation:
         found = [opaque] * len(inputs)
         if wanted and inputs and not opaque:
             try:
-                with self.fake.mode:
+                with self.fake.mode, unlogged_fake_tensor_errors():
                     seeds = [torch.empty(meta.shape, dtype=meta.dtype, device=self.fake.device) for _, meta in wanted]
                     grads = torch.autograd.grad([root for root, _ in wanted], inputs, seeds, allow_unused=True)
                 found = [grad is not None for grad in grads]
