@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -451,6 +452,34 @@ def test_calls_of_a_module_with_state_are_in_one_stage() -> None:
         assert_step_is_plain(pipe, model)
     with pytest.raises(PlanError, match=r"counts changes counts.calls .* stage 0 .* and stage 1"):
         ps.split(CountsTwice(marked=True), stages=2, sample=X)
+
+
+class Table:
+    @cached_property
+    def weights(self) -> Tensor:
+        return torch.arange(6.0)
+
+
+class Caches(Base):
+    """Cached properties of the model and of an object are computed at the first call, as in Chameleon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+
+    @cached_property
+    def double(self) -> float:
+        return self.scale * 2
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * self.table.weights * self.double
+
+
+def test_cached_properties_are_not_state() -> None:
+    model = Caches()
+    with ps.Pipeline(ps.split(model, stages=2), loss_fn=square, microbatches=1) as pipe:
+        for _ in range(2):
+            assert_step_is_plain(pipe, model)
 
 
 class OwnTensors(nn.Module):

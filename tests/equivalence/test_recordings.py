@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
+from dataclasses import dataclass
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import penstock as ps
 from tests.support.ranks import Ranks
@@ -117,3 +121,122 @@ def test_compiled_layers_and_stages(compiled: str) -> None:
             for name, parameter in pipe.named_parameters():
                 torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
             pipe.zero_grad()
+
+
+@dataclass
+class Outputs:
+    logits: Tensor
+    hidden: list[Tensor]
+
+
+class Opaque:
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+class ReturnsObject(nn.Module):
+    """Returns a dataclass of the user's, or an object whose tensors Penstock does not see."""
+
+    def __init__(self, opaque: bool) -> None:
+        super().__init__()
+        self.opaque = opaque
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Outputs | Opaque:
+        hidden = list(accumulate(self.layers, lambda h, layer: layer(h).tanh(), initial=x))
+        return Opaque(hidden[-1]) if self.opaque else Outputs(hidden[-1], hidden[:-1])
+
+
+def object_on_rank(rank: int) -> None:
+    for opaque in (False, True):
+        torch.manual_seed(0)
+        last, x = ReturnsObject(opaque), torch.randn(4, 6)
+        model = nn.Sequential(nn.Linear(6, 6), last) if opaque else last
+        plain = copy.deepcopy(model)
+        expected = plain(x).logits.square().mean()
+        expected.backward()
+        for mesh in (None, ps.Mesh()):
+            plan = ps.split(model, stages=2)
+            with ps.Pipeline(plan, lambda out: out.logits.square().mean(), microbatches=2, mesh=mesh) as pipe:
+                result = pipe.step(x)
+                torch.testing.assert_close(result.loss, expected.detach())
+                for name, parameter in pipe.named_parameters():
+                    torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, msg=name)
+                if pipe.has_last_stage and not opaque:
+                    torch.testing.assert_close(result.outputs.logits, plain(x).logits.detach())
+                    assert [tuple(h.shape) for h in result.outputs.hidden] == [(4, 6)] * 3
+                pipe.zero_grad()
+
+
+def test_outputs_in_an_object_give_gradients_to_all_ranks(two: Ranks) -> None:
+    """The tensors in a dataclass were not seen, so the rank before got no gradient, without an error."""
+    two.check(object_on_rank)
+
+
+class CountsClasses(nn.Module):
+    """Fake tensors cannot compute bincount and ctc_loss, although their shapes do not depend on data here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        self.seen += torch.bincount(labels.flatten(), minlength=6)
+        lengths = [torch.full((len(x),), size) for size in (x.shape[1], labels.shape[1])]
+        return F.ctc_loss(x.log_softmax(-1).transpose(0, 1), labels, *lengths, reduction="none")
+
+
+def counts_on_rank(rank: int) -> None:
+    torch.manual_seed(0)
+    model, x, labels = CountsClasses(), torch.randn(4, 8, 6), torch.randint(1, 6, (4, 2))
+    plain = copy.deepcopy(model)
+    expected = plain(x, labels).mean()
+    expected.backward()
+    plan, options = ps.split(model, stages=2), {"reduction": "mean", "mesh": ps.Mesh()}
+    with ps.Pipeline(plan, lambda losses: losses.mean(), microbatches=2, **options) as pipe:
+        torch.testing.assert_close(pipe.step((x, labels)).loss, expected.detach())
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+        assert torch.equal(pipe.state_dict(full=True)["seen"], plain.seen)
+
+
+def test_functions_that_fake_tensors_cannot_compute(two: Ranks) -> None:
+    two.check(counts_on_rank)
+
+
+class Experts(nn.Module):
+    """The kernel of transformers' experts, whose meta function refuses single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight, offs=torch.tensor([1, len(x)], dtype=torch.int32))
+
+
+def experts_on_rank(rank: int) -> None:
+    logged: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = logged.append  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(handler)
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([nn.Linear(8, 8), Experts(), Experts()]), torch.randn(4, 8)
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    expected = model(x).square().mean()
+    try:
+        plan = ps.split(model, cuts=["2"])
+        options = {"reduction": "mean", "mesh": ps.Mesh()}
+        with ps.Pipeline(plan, lambda out: out.square().mean(), microbatches=1, **options) as pipe:
+            torch.testing.assert_close(pipe.step(x).loss, expected.detach())
+    finally:
+        logger.removeHandler(handler)
+    assert not logged
+
+
+def test_operators_that_fake_tensors_refuse_are_not_logged(two: Ranks) -> None:
+    two.check(experts_on_rank)

@@ -38,6 +38,19 @@ def bad(body: Callable[[Any, Tensor], Any]) -> nn.Module:
     return type("Bad", (Branching,), {"other": body})()
 
 
+class MakesLayer(nn.Module):
+    """It makes its layer at the first call, as BigBird does for short sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: nn.Module = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.layer, nn.Identity):
+            self.layer = nn.Linear(6, 6)
+        return self.layer(x)
+
+
 class Strange:
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -163,6 +176,18 @@ def test_hooks_on_a_module_that_is_cut_are_refused() -> None:
         model.get_submodule(path).register_forward_hook(lambda *_: None)
         with untouched(model), pytest.raises(PlanError, match="has hooks"):
             chain_for(model)
+
+
+def test_a_layer_that_a_forward_makes() -> None:
+    """A module that stays whole makes it itself. Where cuts lie inside, it has to be there before the split."""
+    model = nn.Sequential(OrderedDict(made=MakesLayer(), last=nn.Linear(6, 6)))
+    with untouched(model):
+        chain = chain_for(model, cuts=["last"])
+    with untouched(model.made), pytest.raises(PlanError, match="run the model once before the split"):
+        chain_for(model.made, stages=1)
+    model(X)
+    assert_runs_as_plain(build_plan(chain, [chain.layers[:1], chain.layers[1:]]), X)
+    assert_runs_as_plain(cut_everywhere(model.made, stages=1), X)
 
 
 class InPlace(nn.Module):

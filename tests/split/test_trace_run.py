@@ -142,6 +142,7 @@ class Body(nn.Module):
         self.a = nn.Linear(6, 6)
         self.b = nn.Linear(6, 6)
         self.plain = [nn.ReLU()]
+        self.lstm = nn.LSTM(6, 6)
         self.register_buffer("count", torch.zeros(()))
         self.body = body
 
@@ -179,6 +180,12 @@ def uses_a_module_in_a_plain_list(self: Any, x: Tensor) -> Tensor:
     return self.b(cut(self.plain[0](self.a(x))))
 
 
+def flattens_an_lstm(self: Any, x: Tensor) -> Tensor:
+    """The method reads the layer's list of its weights."""
+    self.lstm.flatten_parameters()
+    return self.b(cut(self.lstm(self.a(x))[0]))
+
+
 def counts_sizes(self: Any, x: Tensor) -> Tensor:
     rows = x.shape[0]
     more = rows
@@ -194,7 +201,7 @@ def unpacks(self: Any, *xs: Tensor, **named: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "body", [reverses, penalises, asks_parameters, branches_on_kinds, counts_in_place, uses_a_module_in_a_plain_list,
-             counts_sizes, unpacks],
+             flattens_an_lstm, counts_sizes, unpacks],
 )  # fmt: skip
 def test_a_traced_forward_may(body: Callable[..., Any]) -> None:
     model = Body(body)

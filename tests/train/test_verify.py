@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock as ps
+from tests.support.ranks import Ranks
 
 
 class WithLengths(nn.Module):
@@ -88,6 +89,25 @@ def test_a_wrong_recording_is_an_error_before_the_first_step(monkeypatch: pytest
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def wrong_on_rank(rank: int) -> None:
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    plan = ps.split(ReadsThreadState(), stages=2, sample=x[:2], balance="parameters")
+    STATE.scale = 2.0
+    try:
+        with (
+            ps.Pipeline(plan, nn.MSELoss(), microbatches=2, mesh=ps.Mesh()) as pipe,
+            pytest.raises(ps.PlanError, match="do not compute what the whole model computes"),
+        ):
+            pipe.step(x, y)
+    finally:
+        del STATE.scale
+
+
+@pytest.mark.slow
+def test_a_wrong_recording_is_an_error_on_all_ranks(two: Ranks) -> None:
+    two.check(wrong_on_rank)
+
+
 def test_verify_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     plan = ps.split(ReadsThreadState(), stages=2, sample=x[:2], verify=False)
@@ -123,7 +143,7 @@ def test_the_comparison_leaves_the_model_and_the_generators_as_they_were() -> No
 
 def test_each_kind_of_call_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
-    monkeypatch.setattr("penstock.train.pipeline.compare_outputs", lambda *args: compared.append(args[3][0].shape))
+    monkeypatch.setattr("penstock.engine.executor.compare_outputs", lambda *args: compared.append(args[4]["x"].shape))
     with ps.Pipeline(ps.split(Plain(), stages=2, blocks="layers"), nn.MSELoss(), microbatches=2) as pipe:
         for size in (8, 8, 6):
             pipe.step(torch.randn(size, 4), torch.randn(size, 4))
@@ -134,7 +154,7 @@ def test_each_kind_of_call_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_nn_sequential_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.train.pipeline.compare_outputs", lambda *args: pytest.fail("compared"))
+    monkeypatch.setattr("penstock.engine.executor.compare_outputs", lambda *args: pytest.fail("compared"))
     with ps.Pipeline(ps.split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), stages=2), nn.MSELoss()) as pipe:
         assert pipe.step(torch.randn(4, 4), torch.randn(4, 4)).loss > 0
 

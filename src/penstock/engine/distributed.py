@@ -170,9 +170,8 @@ class DistributedExecutor(Executor):
                 where = f"rank {self.ranks[self.rank]}, which has the first stage"
                 raise PlanError(f"the inputs must be passed on {where}{_OR_ELSEWHERE}")
             empty = self.replicas is not None and not caller_loss
-            variant = self.plan.require_chain().variant
             sizes, messages, variants = split_inputs(
-                value, self.source.count, self.device, variant, grad=training, empty=empty
+                value, self.source.count, self.device, self.variant, grad=training, empty=empty
             )
         except PlanError as error:
             self.protocol.reject(str(error))

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from penstock.engine.forward_context import CallerContext, MicroBatch, caller_context
+from penstock.engine.forward_context import CallerContext, MicroBatch, caller_context, variant_in_flight
 from penstock.engine.loss import LossAndOutputs, Outputs, StepOutcome
 from penstock.engine.loss_terms import LossWeights
-from penstock.engine.message import Grads, Message, Spec, unflatten
+from penstock.engine.message import Grads, Message, Spec, flatten, unflatten
 from penstock.engine.microbatch import join
 from penstock.engine.recompute.batchnorm import deferred_statistics_of
 from penstock.engine.recorder import StepRecorder
@@ -39,9 +39,14 @@ from penstock.engine.runner import Runner
 from penstock.engine.stage import StageEngine, begin_run
 from penstock.errors import PipelineError, PlanError
 from penstock.schedule.provider import ScheduleProvider
-from penstock.split.plan import Plan
+from penstock.split.check import compare_outputs
+from penstock.split.lazy import Lazy
+from penstock.split.plan import Plan, run_stages
+from penstock.split.sample import only_device
 
 T = TypeVar("T")
+
+MAX_VERIFIED = 16  # kinds of call whose stages are compared with the whole model
 
 
 class Executor(ABC):
@@ -76,6 +81,7 @@ class Executor(ABC):
         self.bubble: float | None = None  # fraction of the last run's time spent waiting for other ranks
         self.fp32 = Fp32GradAccumulator(self.parameters()) if fp32_gradients else None
         self.loss_parameters = loss_parameters
+        self._verified: dict[str | None, Any] = {}  # variants whose stages were compared with the whole model
         self._rescales: bool | None = None  # whether the loss returns counts that rescale gradients; None: unknown
 
     def parameters(self) -> Iterable[nn.Parameter]:
@@ -89,6 +95,38 @@ class Executor(ABC):
         return f"{kind} {self.num_runs[kind]}"
 
     # ── mini-batches ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def variant(self, value: Any) -> str | None:
+        """The kind of call of a micro-batch. The stages of a recorded model are compared with it for each new kind."""
+        chain = self.plan.require_chain()
+        variant = chain.variant(value)
+        if chain.verify and variant not in self._verified and len(self._verified) < MAX_VERIFIED:
+            kinds = ((leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in flatten(value)[0])
+            kind = (chain.model.training, *map(str, kinds))
+            if kind not in self._verified.values():
+                self._verify(chain, variant, value)
+            self._verified[variant] = kind
+        return variant
+
+    def _verify(self, chain: Any, variant: str | None, value: Any) -> None:
+        """Compare the outputs of the stages and of the whole model, where this process has it on one device."""
+        model = chain.model
+        lazy = len(self.stages) < self.plan.num_stages and any(isinstance(part, Lazy) for part in model.modules())
+        parallel = any(stage.parallel is not None for stage in self.stages.values())  # it may wait for other ranks
+        if only_device(model) is None or lazy or parallel:
+            return
+
+        def staged(*args: Any, **kwargs: Any) -> Any:
+            with variant_in_flight(variant):
+                return run_stages(self.plan, args, kwargs)
+
+        difference = compare_outputs(model, model, staged, *chain.calls.forward_arguments(value))
+        if difference is not None:
+            raise PlanError(
+                f"the {self.plan.num_stages} stages do not compute what the whole model computes, on the first "
+                f"micro-batch: {difference}. Cut the model another way: at other modules (cuts=…), between its blocks "
+                "(blocks=…), or at marks; ps.split(…, verify=False) disables this comparison"
+            )
 
     def train(self, value: Any, targets: Any, outputs: Outputs) -> StepOutcome:
         """Run forward and backward of one mini-batch, and add its gradients to ``.grad``.

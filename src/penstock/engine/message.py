@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,8 +14,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_vers
 
 from penstock._torch import PythonNode, pytree, storage_id, unsafe_view
 from penstock.errors import PlanError
+from penstock.split.sample import Broadcast
 
-# ── values: tensors, and tuples, lists and dicts of tensors, None and plain Python values ────────────────────────
+# ── values: tensors, and tuples, lists, dicts and dataclasses of tensors, None and plain Python values ────────────────
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,28 @@ def flatten(value: Any) -> tuple[list[Any], Spec]:
     if isinstance(value, Tensor):
         return [value], LEAF
     leaves, spec = pytree.tree_flatten(value)
+    while any(map(_register_dataclass, leaves)):
+        leaves, spec = pytree.tree_flatten(value)
     return leaves, spec
+
+
+def _register_dataclass(leaf: Any) -> bool:
+    """Make the dataclass of a leaf a node of pytrees; False if it is none, or has attributes besides its fields."""
+    kind = type(leaf)
+    if not is_dataclass(leaf) or kind in pytree.SUPPORTED_NODES or isinstance(leaf, (type, Broadcast)):
+        return False
+    names = [field.name for field in fields(leaf)]
+    if not all(hasattr(leaf, name) for name in names) or not getattr(leaf, "__dict__", {}).keys() <= set(names):
+        return False
+
+    def unflatten_fields(values: Iterable[Any], context: Any) -> Any:
+        made = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+    pytree.register_pytree_node(kind, lambda value: ([getattr(value, name) for name in names], None), unflatten_fields)
+    return True
 
 
 def unflatten(leaves: list[Any], spec: Spec) -> Any:

@@ -17,9 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from penstock._torch import BatchNorm, fake_tensor_mode, unsafe_view
+from penstock._torch import BatchNorm, fake_tensor_mode, unlogged_fake_tensor_errors, unsafe_view
 from penstock.engine.forward_context import CallerContext
-from penstock.engine.message import MessageMeta, detach_outputs_per_edge, mark_shared, meta_of, unflatten
+from penstock.engine.message import (
+    PLAIN_TYPES,
+    MessageMeta,
+    TensorMeta,
+    detach_outputs_per_edge,
+    mark_shared,
+    meta_of,
+    unflatten,
+)
 from penstock.errors import PlanError, text_of
 
 
@@ -89,6 +97,7 @@ class Propagation:
         device = self.fake.device
         with ExitStack() as stack:
             stack.enter_context(self.fake.mode)
+            stack.enter_context(unlogged_fake_tensor_errors())  # a recording has the results of such operators
             stack.enter_context(torch.set_grad_enabled(self.grad))
             values = []
             shared: list[Tensor] = []
@@ -121,16 +130,19 @@ class Propagation:
         """Per incoming edge: whether each input that wants a gradient gets one.
 
         ``present`` marks the outputs that get a gradient, per outgoing edge. None is for the last stage, where all
-        outputs get one.
+        outputs get one; if they are in an object that is no pytree, all inputs are expected to, and a missing gradient
+        is sent as zeros.
         """
         expected = [exists for row in present or () for exists in row] or [True] * len(self.roots)
         metas = [meta.leaves[i] for meta in self.outgoing for i in meta.wants]
         wanted = [pair for *pair, exists in zip(self.roots, metas, expected, strict=True) if exists]
         inputs, self.inputs, self.roots = self.inputs, [], ()
-        found = [False] * len(inputs)
-        if wanted and inputs:
+        leaves = (leaf for meta in self.outgoing for leaf in meta.leaves)
+        opaque = present is None and not all(isinstance(leaf, (TensorMeta, *PLAIN_TYPES)) for leaf in leaves)
+        found = [opaque] * len(inputs)
+        if wanted and inputs and not opaque:
             try:
-                with self.fake.mode:
+                with self.fake.mode, unlogged_fake_tensor_errors():
                     seeds = [torch.empty(meta.shape, dtype=meta.dtype, device=self.fake.device) for _, meta in wanted]
                     grads = torch.autograd.grad([root for root, _ in wanted], inputs, seeds, allow_unused=True)
                 found = [grad is not None for grad in grads]

@@ -132,8 +132,7 @@ class ThreadExecutor(Executor):
             return StepOutcome(total, factor if training else None, collector.take_outputs(), sum(sizes), len(sizes))
 
     def split(self, value: Any, *, grad: bool) -> SplitInputs:
-        variant = self.plan.require_chain().variant
-        return split_inputs(value, self.source.count, self.first_device, variant, grad=grad)
+        return split_inputs(value, self.source.count, self.first_device, self.variant, grad=grad)
 
     @contextmanager
     def _running(self, kind: str) -> Iterator[None]:

@@ -23,6 +23,7 @@ from penstock.split.sample import (
     accelerators_of,
     backward_roots,
     named_leaves,
+    only_device,
     preserve_state,
     sample_arguments,
     temporary_copies,
@@ -107,7 +108,7 @@ def compare_outputs(
     model: nn.Module,
     whole: Callable[..., Any],
     staged: Callable[..., Any],
-    args: tuple[Any, ...],
+    args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> str | None:
     """Run the model whole and in stages: the first difference of their outputs, or None.
@@ -115,26 +116,15 @@ def compare_outputs(
     Both start from the same state and leave it unchanged. They build a graph only if they differ without one, since a
     forward may ask whether there is one. None also if one of them fails: the pipeline will tell.
     """
-    with torch.no_grad():
-        difference = _compare_outputs(model, whole, staged, args, kwargs)
-    if difference is None or not torch.is_grad_enabled():
-        return difference
-    return _compare_outputs(model, whole, staged, args, kwargs)
-
-
-def _compare_outputs(
-    model: nn.Module,
-    whole: Callable[..., Any],
-    staged: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> str | None:
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            if compare_outputs(model, whole, staged, args, kwargs) is None:
+                return None
     found: list[dict[str, Any]] = []
     parameters = list(model.parameters())  # a forward may change them, such as an average of the embeddings it has seen
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    accelerators = {device for device in devices if device.type != "cpu"}
-    with preserve_state(model, accelerators) as reset:
+    cpu = torch.device("cpu")
+    with preserve_state(model, {only_device(model) or cpu} - {cpu}) as reset:
         for call in (whole, staged):
             given = pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, (args, dict(kwargs)))
             with temporary_copies([*model.buffers(), *(parameters if size <= MAX_COPIED else ())]):

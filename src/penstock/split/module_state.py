@@ -152,8 +152,14 @@ def contents(value: Any) -> list[Any] | None:
         if (package in sys.stdlib_module_names or package == "torch") and package not in (*_RECORDS, "__main__"):
             return None
         slots = [getattr(value, name, None) for one in kind.__mro__ for name in vars(one).get("__slots__", ())]
-        items = [item for name, item in getattr(value, "__dict__", {}).items() if name[:2] != "__"] + slots
+        own = [(name, item) for name, item in getattr(value, "__dict__", {}).items() if name[:2] != "__"]
+        items = [item for name, item in own if not _is_cached(kind, name)] + slots
     return items if 0 < len(items) <= _ITEMS else None
+
+
+def _is_cached(kind: type, name: str) -> bool:
+    """Whether an attribute is the value of a cached property, which is computed from others when it is first read."""
+    return isinstance(getattr(kind, name, None), functools.cached_property)
 
 
 def cell_contents(cell: Any) -> Any:
@@ -236,6 +242,7 @@ class ModuleState:
         """The attributes of one of the modules that have changed since."""
         now, (_, attributes, inside) = vars(module), self.modules[id(module)]
         names = [name for name in {**attributes, **now} if now.get(name, now) is not attributes.get(name, now)]
+        names = [name for name in names if not _is_cached(type(module), name)]
         names += [name for name, found in inside.items() if any(one.has_changed(ignore_first) for one in found)]
         names += [name for name, container in self.empty.get(id(module), {}).items() if container]
         return list(dict.fromkeys(names))
@@ -247,7 +254,7 @@ class ModuleState:
                 now.clear()
                 now.update(attributes)
             for one in (one for found in inside.values() for one in found if one.copied is not None):
-                if one.has_changed():
+                if one.has_changed() or len(_copy_contents(one.container)) != len(one.copied):
                     _set_contents(one.container, one.copied)
         for containers in self.empty.values():
             for container in containers.values():

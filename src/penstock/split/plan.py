@@ -249,11 +249,6 @@ class Plan:
     def stage_modules(self) -> list[nn.Module]:
         return [self.stage_module(s) for s in range(self.num_stages)]
 
-    def prepare(self, value: Any) -> None:
-        """Make the stages ready for a kind of call; an error if they cannot run it. ``value`` is the first's input."""
-        chain = self.require_chain()
-        chain.prepare(self.groups, chain.variant(value))
-
     def check(self, sample: Any, *, rtol: float | None = None, atol: float | None = None) -> CheckReport:
         """Compare the stages with the whole model on ``sample``, the arguments of a call.
 

@@ -110,13 +110,18 @@ def accelerators_of(model: nn.Module, value: Any) -> set[torch.device]:
     return {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
 
 
+def only_device(model: nn.Module) -> torch.device | None:
+    """The device of a model; None if it is on several, or without data."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
+    return None if len(devices) > 1 or torch.device("meta") in devices else devices.pop()
+
+
 def plain_error(model: nn.Module, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Exception | None:
     """The error that the model raises for these arguments; None if it runs, or cannot be run here."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) > 1 or torch.device("meta") in devices:
+    device = only_device(model)
+    if device is None:
         return None
-    accelerators = {device for device in devices if device.type != "cpu"}
-    with preserve_state(model, accelerators), temporary_copies(model.buffers()):
+    with preserve_state(model, {device} - {torch.device("cpu")}), temporary_copies(model.buffers()):
         try:
             model(*args, **kwargs)
         except Exception as error:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from operator import add
 from typing import Any
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 from penstock import _registry
 from penstock.engine.executor import Executor
 from penstock.engine.failure.watch import Rendezvous, digest
-from penstock.engine.forward_context import variant_in_flight
 from penstock.engine.loss import Outputs, StepOutcome, check_outputs
 from penstock.engine.message import flatten, unflatten
 from penstock.engine.microbatch import batch_size, leaf_to_device, microbatch_sizes, scatter
@@ -27,8 +25,7 @@ from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Edge, Recompute, Schedule
 from penstock.schedule.search import auto
 from penstock.schedule.simulate import Prediction, simulate
-from penstock.split.check import compare_outputs
-from penstock.split.plan import Arguments, Plan, run_stages
+from penstock.split.plan import Arguments, Plan
 from penstock.train.build import Devices, Options, build
 from penstock.train.mesh import Mesh
 from penstock.train.optimizer_offload import Offload, offload_optimizer, require_offloaded
@@ -76,7 +73,6 @@ class StepTotals:
         return self.idle / self.measured if self.measured else None
 
 
-MAX_VERIFIED = 16  # kinds of call whose stages are compared with the whole model
 MIN_SAVING = 0.01  # the fraction of a step's time that a new order must save
 
 
@@ -170,7 +166,6 @@ class Pipeline(PipelineState):
         self._executor: Executor = executor
         self._rendezvous = rendezvous
         self._traced: Any = None  # the last ``Trace``
-        self._verified: set[Any] = set()  # the kinds of call whose stages were compared with the whole model
         self.prediction: Prediction | None = None  # of the plan or the costs of this pipeline
         self._outputs = outputs
         self.last: StepResult | None = None  # the last step's result, without its outputs
@@ -273,18 +268,19 @@ class Pipeline(PipelineState):
         return self._bind(inputs if isinstance(inputs, tuple) else (inputs,), {})
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The input of the first stage. For a new kind of call of a traced model, verify its stages first."""
+        """The input of the first stage."""
         if self._chain.provisional and self.mesh is None:
             self._resolve(args, kwargs)
-        if self._chain.verify and self.mesh is None and len(self._verified) < MAX_VERIFIED:
-            self._verify(args, kwargs)
         return self._chain.arguments(args, kwargs)
 
     def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Split the model again if its call does not fit its plan, which assumed a kind of call."""
-        first = self._first_microbatch(args, kwargs)
+        size = batch_size((args, kwargs), "inputs") or 1
+        leaves, spec = flatten(scatter((args, kwargs), microbatch_sizes(size, self._source.count(size)))[0])
+        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        first = Arguments(*unflatten([leaf_to_device(leaf, device) for leaf in leaves], spec))
         try:
-            self.plan.prepare(self._chain.arguments(*first))
+            self._chain.prepare(self.plan.groups, self._chain.variant(self._chain.arguments(*first)))
         except PlanError:
             executor, offload = self._executor, self._offload
             if executor.ties.copies or offload is not None or self.step_totals.steps:
@@ -294,41 +290,6 @@ class Pipeline(PipelineState):
             self.plan, self._source, self._modules, self._fqn, self._executor = build(plan, self._options, None, None)
             self._chain = plan.require_chain()
         self._chain.provisional = False
-
-    def _first_microbatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        size = batch_size((args, kwargs), "inputs") or 1
-        leaves, spec = flatten(scatter((args, kwargs), microbatch_sizes(size, self._source.count(size)))[0])
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        return Arguments(*unflatten([leaf_to_device(leaf, device) for leaf in leaves], spec))
-
-    def _verify(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the stages' outputs with the whole model's on the first micro-batch of a new kind of call."""
-        leaves, spec = flatten((args, kwargs))
-        kinds = tuple((leaf.shape[1:], leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
-        key = (repr(spec), kinds, self._model.training)
-        if key in self._verified:
-            return
-        self._verified.add(key)
-        tensors = (*self._model.parameters(), *self._model.buffers())
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) != 1 or torch.device("meta") in devices or not batch_size((args, kwargs), "inputs"):
-            return
-        first = self._first_microbatch(args, kwargs)
-        whole = partial(self._model, **self._chain.fixed)
-        variant = self._chain.variant(self._chain.arguments(*first))  # in the caller's grad mode
-
-        def staged(*args: Any, **kwargs: Any) -> Any:
-            with variant_in_flight(variant):
-                return run_stages(self.plan, args, kwargs)
-
-        difference = compare_outputs(self._model, whole, staged, *first)
-        if difference is not None:
-            self._verified.discard(key)
-            raise PlanError(
-                f"the {self.plan.num_stages} stages do not compute what the whole model computes, on the first "
-                f"micro-batch: {difference}. Cut the model another way: at other modules (cuts=…), between its blocks "
-                "(blocks=…), or at marks; ps.split(…, verify=False) disables this comparison"
-            )
 
     @property
     def has_first_stage(self) -> bool:

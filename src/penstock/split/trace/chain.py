@@ -127,36 +127,31 @@ class TraceChain(LayerChain):
         steps = [step for recording in self.planned for step in recording.steps]
         used = {str(step.target) for step in steps if step.module}
         used |= {ref.name for step in steps for ref in step.refs() if isinstance(ref, Attribute)}
-        parts = [name.split(".") for name in used]
-        return {".".join(names[:i]) for names in parts for i in range(1, len(names))} & set(self.calls.modules)
+        return {path for name in used for path in parent_paths(name)} & set(self.calls.modules)
 
     @classmethod
     def from_recipe(cls, model: nn.Module, recipe: Mapping[str, Any]) -> TraceChain:
         """The chain that a saved plan was made of."""
         check_schema(recipe, _RECIPE, "the plan's recipe")
+        calls, how, data = Calls(model), recipe.get("how"), recipe.get("called")
         try:
-            return cls._from_checked_recipe(model, recipe)
+            if how == "cuts":
+                return cls(policy_for_cuts(calls, recipe["cuts"]), data)
+            if how == "blocks":
+                return cls(policy_for_blocks(calls, blocks_of(model, recipe["blocks"]), recipe["blocks"]), data)
+            if how == "modules":
+                return cls(policy_for_modules(calls, recipe["expanded"]), data)
+            if how == "marks" and data is not None:
+                lead = Block(*recipe["lead"]) if recipe.get("lead") else None
+                policy = policy_for_marks(calls, data, None, lead)
+                if policy is None:
+                    raise PlanError(f"the plan was made at marks, but {type(model).__name__} has none")
+                return cls(policy, data)
+        except PenstockError:
+            raise
         except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-            if isinstance(error, PenstockError):
-                raise
             problem = f"the call in the plan's recipe cannot be recorded: {type(error).__name__}: {error}"
             raise PlanError(f"{problem}. Split the model again") from error
-
-    @classmethod
-    def _from_checked_recipe(cls, model: nn.Module, recipe: Mapping[str, Any]) -> TraceChain:
-        calls, how, data = Calls(model), recipe.get("how"), recipe.get("called")
-        if how == "cuts":
-            return cls(policy_for_cuts(calls, recipe["cuts"]), data)
-        if how == "blocks":
-            return cls(policy_for_blocks(calls, blocks_of(model, recipe["blocks"]), recipe["blocks"]), data)
-        if how == "modules":
-            return cls(policy_for_modules(calls, recipe["expanded"]), data)
-        if how == "marks" and data is not None:
-            lead = Block(*recipe["lead"]) if recipe.get("lead") else None
-            policy = policy_for_marks(calls, data, None, lead)
-            if policy is None:
-                raise PlanError(f"the plan was made at marks, but {type(model).__name__} has none")
-            return cls(policy, data)
         raise PlanError(f"the plan's recipe for a recorded model is not known here: {dict(recipe)!r}")
 
     # ── layers ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -558,20 +553,11 @@ class Members:
             if id(tensor) in holder:  # another name of what is held already
                 self.own[holder[id(tensor)]][name] = None
                 continue
-            likeness = {layer: max((_common(other, name) for other in held[layer]), default=0) for layer in layers}
+            own = {*parent_paths(name)}
+            likeness = {at: max((len(own & {*parent_paths(n)}) for n in held[at]), default=0) for at in layers}
             layer = max(reversed(layers), key=likeness.__getitem__)
             whole = next((prefix for prefix in parent_paths(name) if prefix not in entered), None)
             if whole is not None:  # a module that no call uses is kept in one piece
                 self.modules[layer][whole] = self.model.get_submodule(whole)
             else:
                 self.own[layer][name] = None
-
-
-def _common(a: str, b: str) -> int:
-    """How many parts at the beginning of two names are the same."""
-    count = 0
-    for one, other in zip(a.split("."), b.split("."), strict=False):
-        if one != other:
-            break
-        count += 1
-    return count

@@ -17,7 +17,7 @@ from penstock.split.trace.call import describe, dump, forward_arguments
 from penstock.split.trace.errors import CannotTrace, cannot_trace, mentions_marks
 from penstock.split.trace.python_state import PythonState
 from penstock.split.trace.recorder import Recorder, can_enter, user_hooks
-from penstock.split.trace.recording import Recording, context_now
+from penstock.split.trace.recording import Recording, context_now, parent_paths
 from penstock.split.trace.values import Enter, KeepWhole
 
 START = "start"  # the layer before the first mark, where no module gives it a name
@@ -196,8 +196,7 @@ def policy_for_cuts(calls: Calls, cuts: Sequence[str]) -> CutPolicy:
 
 def _parents(paths: Iterable[str], modules: Mapping[str, nn.Module]) -> set[str]:
     """The modules that lead to these and that can be called."""
-    split = [path.split(".") for path in paths]
-    found = {".".join(parts[:i]) for parts in split for i in range(1, len(parts))}
+    found = {parent for path in paths for parent in parent_paths(path)}
     return {path for path in found if path in modules and type(modules[path]) not in (nn.ModuleList, nn.ModuleDict)}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -89,19 +90,26 @@ def trace_chain(
             "it: pass ps.split(…, sample=…), the arguments of a call",
             marked=True,
         )
-    chain = _chain_by_structure(Calls(model), stages, cuts, blocks)
+    chain = _chain_for(Calls(model), None, stages, cuts, blocks)
     chain.provisional = True
     return chain if short is None or len(chain.layers) > len(short.layers) else short
 
 
 def _chain_for(
-    calls: Calls, call: KnownCall, stages: int | None, cuts: Sequence[str] | None, blocks: str | None
+    calls: Calls, call: KnownCall | None, stages: int | None, cuts: Sequence[str] | None, blocks: str | None
 ) -> TraceChain:
-    data, tensors = call
+    """The chain for a call; without one, its layers are in the order in which modules are registered."""
+    data, tensors = call or (None, None)
     if cuts is not None:
         return TraceChain(policy_for_cuts(calls, cuts), data, tensors)
     if blocks is not None:
         return TraceChain(policy_for_blocks(calls, blocks_of(calls.model, blocks), blocks), data, tensors)
+    if data is None:
+        policy, count = policy_for_modules(calls), _positive(calls.model, stages)
+        while heavy := heavy_modules(calls, policy, list(policy.structure), count):
+            policy.entered |= heavy
+        policy.recipe = {"how": "modules", "expanded": sorted(policy.entered)}
+        return TraceChain(policy, None)
     marks = policy_for_marks(calls, data, tensors, None) if _may_have_marks(calls.model) else None
     if marks is not None:
         return TraceChain(marks, data, tensors)
@@ -114,21 +122,6 @@ def _positive(model: nn.Module, stages: int | None) -> int:
         kind = type(model).__name__
         raise PlanError(f"nothing is marked in {kind}: stages must be a positive number, got {stages!r}")
     return stages or 1
-
-
-def _chain_by_structure(
-    calls: Calls, stages: int | None, cuts: Sequence[str] | None, blocks: str | None
-) -> TraceChain:
-    """Layers in the order in which modules are registered; heavy ones are entered, as for a known call."""
-    if cuts is not None:
-        return TraceChain(policy_for_cuts(calls, cuts), None)
-    if blocks is not None:
-        return TraceChain(policy_for_blocks(calls, blocks_of(calls.model, blocks), blocks), None)
-    policy, count = policy_for_modules(calls), _positive(calls.model, stages)
-    while heavy := heavy_modules(calls, policy, list(policy.structure), count):
-        policy.entered |= heavy
-    policy.recipe = {"how": "modules", "expanded": sorted(policy.entered)}
-    return TraceChain(policy, None)
 
 
 def marked_chain(model: nn.Module, *, sample: Sample, lead: Block | None = None) -> TraceChain | None:
@@ -153,14 +146,8 @@ def call_of(calls: Calls, arguments: Mapping[str, Any]) -> KnownCall:
 def _may_have_marks(model: nn.Module) -> bool:
     """Libraries have no marks in their forwards; the user's own code may."""
     marked = bool(cut_points(model)) or any(begin_block_of(module) is not None for module in model.modules())
-    return marked or any("site-packages" not in _file(type(module)) for module in model.modules())
-
-
-def _file(kind: type) -> str:
-    try:
-        return inspect.getfile(kind)
-    except (TypeError, OSError):
-        return ""
+    files = (getattr(sys.modules.get(type(module).__module__), "__file__", None) for module in model.modules())
+    return marked or any("site-packages" not in (file or "") for file in files)
 
 
 def _check_sized(model: nn.Module) -> None:

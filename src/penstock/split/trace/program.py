@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock._torch import is_fake_tensor
 from penstock.errors import PlanError
+from penstock.split.trace.recorder import WITHOUT_DATA
 from penstock.split.trace.recording import (
     PLACEHOLDERS,
     Attribute,
@@ -28,8 +29,7 @@ from penstock.split.trace.recording import (
     Ref,
     ResultTensor,
     Step,
-    check_plain,
-    check_shapes,
+    check_result,
     entered_context,
     from_answer,
     is_uniform,
@@ -198,8 +198,8 @@ class Program:
             env.update(zip(numbers, values, strict=True))
         env[_ROOT], env[_DEVICE] = root, _device(inputs, root) if self.own_device else None
         for step, fill_args, fill_kwargs, drops in self.steps:
+            args, kwargs = fill_args(env), fill_kwargs(env)
             try:
-                args, kwargs = fill_args(env), fill_kwargs(env)
                 target = self._module(root, step.target) if step.module else step.target
                 if step.checkpoint is not None:
                     target, kwargs = partial(checkpoint, partial(target, **kwargs), use_reentrant=step.checkpoint), {}
@@ -209,14 +209,12 @@ class Program:
                     with entered_context(step.context):
                         result = target(*args, **kwargs)
             except Exception as error:
-                result = _infer_result(step, args, kwargs, root) if step.module or step.asks else None
+                result = _infer_result(step, args, kwargs, root)
                 if result is None:
                     error.add_note(f"in the forward's line {step.where}")
                     raise
-            if step.checks_shapes:
-                check_shapes(step, result)
-            if step.module and not isinstance(result, Tensor):
-                check_plain(step, result)
+            if step.checks_shapes or (step.module and not isinstance(result, Tensor)):
+                check_result(step, result)
             if step.outputs:
                 store_outputs(step, result, env, drops)
             del result, args, kwargs
@@ -225,7 +223,6 @@ class Program:
         if self.last:
             return self.output(env)
         return [[env[number] for number in numbers] for numbers in self.sent]
-
 
     def _module(self, root: nn.Module, path: str) -> Any:
         """A module of the stage, or one of the model without state, which any stage may call."""
@@ -265,6 +262,8 @@ def _infer_result(step: Step, args: Any, kwargs: Any, root: nn.Module) -> Any:
         return None
     if step.asks:
         return from_answer(step.answer, tensors[0].device)
+    if not step.module:
+        return WITHOUT_DATA[step.target](*args, **kwargs) if step.target in WITHOUT_DATA else None
     members = (*tensors, *_lookup(root, step.target).parameters())
     zero = sum(t.flatten()[:0].sum() for t in members if t.requires_grad)  # the result depends on all of these
 

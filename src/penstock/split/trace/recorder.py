@@ -71,7 +71,6 @@ from penstock.split.trace.recording import (
     leaves_of,
     map_tree,
     needed_for,
-    needed_for_answers,
     template_of,
 )
 from penstock.split.trace.state import LIBRARY, is_users_code, recording_in_thread, user_line
@@ -105,7 +104,7 @@ def _ctc_loss(log_probs: Tensor, *args: Any, reduction: str = "mean", **kwargs: 
     return log_probs.sum((0, -1)) if reduction == "none" else log_probs.sum()
 
 
-_WITHOUT_DATA: dict[Any, Callable[..., Tensor]] = {
+WITHOUT_DATA: dict[Any, Callable[..., Tensor]] = {
     F.one_hot: _one_hot,
     F.ctc_loss: _ctc_loss,
     torch.bincount: _bincount,
@@ -292,7 +291,7 @@ class Recorder(Values):
         step = Step(func, None, None, [], self.layer, "", known=known, context=changed_context(self.context))
         try:
             with self._running(), self.mode, DisableTorchFunctionSubclass():
-                result = _WITHOUT_DATA.get(func, func)(*self._all_fake(args), **self._all_fake(kwargs))
+                result = WITHOUT_DATA.get(func, func)(*self._all_fake(args), **self._all_fake(kwargs))
             if isinstance(result, Tensor) and func in (torch.tensor, torch.as_tensor) and not is_fake_tensor(result):
                 result = self._fake(result)
         except Exception as error:
@@ -381,7 +380,7 @@ class Recorder(Values):
         elif self.tensors is None:
             raise self._refuse(error)
         else:
-            steps = needed_for_answers([*self.result.steps, step])
+            steps = needed_for([*self.result.steps, step])
             env = dict(zip(self.result.inputs, self.tensors, strict=True))
             with self._running(), DisableTorchFunction():
                 found = evaluate(steps, env, self.model)
@@ -432,7 +431,7 @@ class Recorder(Values):
             elif type(known) is not Value and id(known) in self.names and step.module:
                 known = self._value(leaf, False, label)
             step.outputs.append(known.number if type(known) is Value else None)
-            if not step.module and step.target in _WITHOUT_DATA:
+            if not step.module and step.target in WITHOUT_DATA:
                 step.shape = tuple(leaf.shape)
             return known
 
@@ -452,9 +451,11 @@ class Recorder(Values):
         path = self.paths.get(id(module))
         if path is None:
             if next(module.parameters(), None) is not None:
-                raise PlanError(
+                raise CannotTrace(
                     f"{user_line()}: the {type(module).__name__} that is called here has parameters, but the model "
-                    "does not know it (is it in a plain list?): keep it as an attribute or in an nn.ModuleList"
+                    "does not know it: keep it as an attribute or in an nn.ModuleList, not in a plain list; if the "
+                    "forward makes it at its first call, run the model once before the split",
+                    definite=True,
                 )
             return _original_call(module, *args, **kwargs)
         if any(id(t) not in self.names for t in (*module.parameters(), *module.buffers())):
@@ -676,6 +677,11 @@ class Recorder(Values):
         """The forward of an entered module does not run again: the next call must not depend on state that it keeps."""
         for path in {str(step.target) for step in self.result.steps if step.module}:
             for inner, part in self.modules[path].named_modules(prefix=path):
+                if id(part) not in self.paths:  # the module has put it there when it ran
+                    self.result.counts.setdefault(path, []).append(inner)
+                    continue
+                if type(part).__module__.startswith("torch.nn.modules."):  # an LSTM has a list of its weights
+                    continue
                 names = [n for n in before.changed(part, True) if not _harmless(part, n)]
                 names = [name for name in names if _is_counted(vars(part).get(name))]
                 if read := [name for name in names if (id(part), name) in self.first_read]:
@@ -709,7 +715,7 @@ class Recorder(Values):
         """Answers are found before the micro-batches run: they must not depend on state that a forward changes."""
         steps = self.result.steps
         changed = {name: step.where for step in steps for name in step.changed_names}
-        for step in needed_for_answers(steps):
+        for step in needed_for(steps):
             for ref in step.refs():
                 if isinstance(ref, Attribute) and ref.name in changed:
                     raise CannotTrace(

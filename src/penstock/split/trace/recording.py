@@ -141,7 +141,7 @@ class Recording:
     @cached_property
     def questions(self) -> list[Step]:
         """The steps that decide the path through the forward: questions about the inputs, and what they are made of."""
-        return needed_for_answers(self.steps)
+        return needed_for(self.steps)
 
     def holds_for(self, tensors: Sequence[Tensor], model: nn.Module) -> bool:
         """Whether the forward takes the same path for other inputs."""
@@ -217,8 +217,8 @@ def store_outputs(step: Step, result: Any, env: Env, unused: Collection[int] = (
             env[number] = leaf
 
 
-def check_plain(step: Step, result: Any) -> None:
-    """Raise an error if a module returns another number or string than in the recording, which may depend on it."""
+def check_result(step: Step, result: Any) -> None:
+    """Raise an error if a module returns other numbers, strings or shapes than when the forward was recorded."""
     for recorded, leaf in zip(leaves_of(step.result), leaves_of(result), strict=False):
         if isinstance(recorded, (bool, int, float, str)) and leaf != recorded:
             raise PlanError(
@@ -226,15 +226,12 @@ def check_plain(step: Step, result: Any) -> None:
                 "return a tensor, or put the code that uses the number into the module"
             )
 
-
-def check_shapes(step: Step, result: Any) -> None:
-    """Raise an error if a module returns other shapes than in the recording, which may depend on them."""
-    for meta, leaf in zip(leaves_of(step.result), leaves_of(result), strict=False):
-        if isinstance(meta, ResultTensor) and isinstance(leaf, Tensor) and leaf.shape != meta.size[0]:
-            found, recorded = tuple(leaf.shape), tuple(meta.size[0])
+        tensors = isinstance(recorded, ResultTensor) and isinstance(leaf, Tensor)
+        if step.checks_shapes and tensors and leaf.shape != recorded.size[0]:
             raise PlanError(
-                f"{step.where}: {step.target} returned a tensor of shape {found}, but the model's forward was recorded "
-                f"with {recorded}: its shapes depend on the data, so the model cannot be cut around it"
+                f"{step.where}: {step.target} returned a tensor of shape {tuple(leaf.shape)}, but the model's forward "
+                f"was recorded with {tuple(recorded.size[0])}: its shapes depend on the data, so the model cannot be "
+                "cut around it"
             )
 
 
@@ -243,8 +240,8 @@ def check_shapes(step: Step, result: Any) -> None:
 _HIGHEST = 1 - 2**-24  # that torch.rand can return
 
 
-def needed_for(steps: Sequence[Step], numbers: set[int]) -> list[Step]:
-    """The known steps that these values, and the questions among the steps, depend on."""
+def needed_for(steps: Sequence[Step], numbers: Collection[int] = ()) -> list[Step]:
+    """The known steps that these values depend on; without values, those that the questions among the steps are."""
     used, found = set(numbers), list[Step]()
     for step in reversed([step for step in steps if step.known]):
         wanted = not used.isdisjoint(n for n in step.outputs if n is not None)
@@ -252,11 +249,6 @@ def needed_for(steps: Sequence[Step], numbers: set[int]) -> list[Step]:
             used.update(ref.number for ref in step.refs() if type(ref) is Ref)
             found.append(step)
     return found[::-1]
-
-
-def needed_for_answers(steps: Sequence[Step]) -> list[Step]:
-    """The questions among ``steps``, with the steps that they depend on."""
-    return needed_for(steps, set())
 
 
 def evaluate(steps: Sequence[Step], env: Env, model: nn.Module) -> list[Any] | None:
