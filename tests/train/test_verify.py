@@ -194,3 +194,12 @@ def test_a_pipeline_is_no_module() -> None:
             pipe.modules()
         with pytest.raises(AttributeError, match=r"no attribute 'unknown'$"):
             _ = pipe.unknown
+
+
+def test_hooks_run_once_for_each_micro_batch() -> None:
+    model, seen = BranchOnNone(), list[int]()
+    plan = ps.split(model, stages=2, sample=torch.randn(2, 4))
+    model.second.register_forward_hook(lambda *_: seen.append(1))
+    with ps.Pipeline(plan, nn.MSELoss(), microbatches=2) as pipe:
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+    assert len(seen) == 2

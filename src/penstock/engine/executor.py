@@ -43,6 +43,7 @@ from penstock.split.check import compare_outputs
 from penstock.split.lazy import Lazy
 from penstock.split.plan import Plan, run_stages
 from penstock.split.sample import only_device
+from penstock.split.trace.recorder import user_hooks
 
 T = TypeVar("T")
 
@@ -113,7 +114,8 @@ class Executor(ABC):
         model = chain.model
         lazy = len(self.stages) < self.plan.num_stages and any(isinstance(part, Lazy) for part in model.modules())
         parallel = any(stage.parallel is not None for stage in self.stages.values())  # it may wait for other ranks
-        if only_device(model) is None or lazy or parallel:
+        hooked = any(user_hooks(part, None, model) for part in model.modules())  # hooks run once for each forward
+        if only_device(model) is None or lazy or parallel or hooked:
             return
 
         def staged(*args: Any, **kwargs: Any) -> Any:

@@ -100,7 +100,8 @@ def split(
     ``shared_weights=[("a.weight", "b.weight")]`` ties separate parameters.
 
     Stages of a traced model are compared with the whole model, by two forwards of the first micro-batch of each shape,
-    where the process with the first stage has all of it on one device; ``verify=False`` saves the time.
+    where the process with the first stage has all of it on one device, and no module has hooks, which would run more
+    often. ``verify=False`` saves the time.
     """
     given = {name: value for name, value in locals().items() if name not in ("model", "sample")}
     sample = sample_inputs(model, sample)
