@@ -60,7 +60,7 @@ class LoweredProgram:
         return " ".join(map(str, self.instructions))
 
 
-class _Message(NamedTuple):
+class _Transfer(NamedTuple):
     """A message from one rank to another."""
 
     src: int  # stage that produces it
@@ -140,7 +140,7 @@ def lower(
     return programs
 
 
-def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int, str], list[_Message]]:
+def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int, str], list[_Transfer]]:
     """The messages between ranks, per (sender, receiver, direction), in the order in which they are produced."""
     position = {
         ("F" if a.kind == "F" else "B", a.stage, a.microbatch): i
@@ -148,7 +148,7 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
         for i, a in enumerate(order)
         if a.kind == "F" or a.kind in BACKWARD
     }
-    channels: dict[tuple[int, int, str], list[_Message]] = defaultdict(list)
+    channels: dict[tuple[int, int, str], list[_Transfer]] = defaultdict(list)
     for edge in edges:
         for direction, (src, dst) in (("F", edge), ("B", edge[::-1])):
             a, b = schedule.placement[src], schedule.placement[dst]
@@ -157,7 +157,7 @@ def _messages(schedule: Schedule, edges: Sequence[Edge]) -> dict[tuple[int, int,
             for k in range(schedule.num_microbatches):
                 if (direction, src, k) in position and (direction, dst, k) in position:
                     produced, consumed = position[direction, src, k], position[direction, dst, k]
-                    channels[a, b, direction].append(_Message(src, dst, k, produced, consumed))
+                    channels[a, b, direction].append(_Transfer(src, dst, k, produced, consumed))
     for channel in channels.values():
         channel.sort(key=lambda message: (message.produced, message.dst))
     return dict(channels)
