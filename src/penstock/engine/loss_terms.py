@@ -76,7 +76,7 @@ def count_targets(target: Any, ignored: int, weight: Tensor | None) -> Tensor:
     """The number that cross-entropy and NLL divide the sum of their losses by."""
     if target.is_floating_point():  # class probabilities: every sample counts
         classes = target.shape[1] if target.dim() > 1 else 1
-        return torch.tensor(target.numel() // classes, dtype=torch.float64, device=target.device)
+        return torch.full((), target.numel() // classes, dtype=torch.float64, device=target.device)
     kept: Tensor = target != ignored
     if weight is None:
         return kept.sum(dtype=torch.float64)
@@ -276,10 +276,12 @@ class LossWeights:
         if len(kinds) > 1:
             what = " and ".join(f"a {kind}" for kind in sorted(kinds)).replace("a pair", "(sum, count)")
             raise PlanError(f"the losses of micro-batches differ: {what}, each of some micro-batches. {_REMEDY}")
-        rows = [[float(self.counts[k]), *(float(term.count or 0) for term in self.others[k])] for k in self.others]
-        if len({len(row) for row in rows}) > 1:
+        if len({len(terms) for terms in self.others.values()}) > 1:
             raise PlanError(f"the losses of micro-batches have different numbers of terms. {_REMEDY}")
-        first, *others = zip(*rows, strict=True) if rows else [()]
+        if not any(self.others.values()):  # reading a count would wait for the GPU
+            return
+        rows = [[float(self.counts[k]), *(float(term.count or 0) for term in self.others[k])] for k in self.others]
+        first, *others = zip(*rows, strict=True)
         for j, counts in enumerate(others):
             ratio = sum(counts) / (sum(first) or 1.0)
             if any(abs(n - ratio * c) > 1e-9 * max(n, c) for n, c in zip(counts, first, strict=True)):
