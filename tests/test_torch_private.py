@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import logging
@@ -331,6 +332,20 @@ def test_foreach_unscale() -> None:
         without("_amp_foreach_non_finite_check_and_unscale_").foreach_unscale_([])
 
 
+def test_foreach_zero() -> None:
+    for zero_ in (_torch.foreach_zero_, without("_foreach_zero_").foreach_zero_):
+        tensors = [torch.ones(2), torch.ones(3)]
+        zero_(tensors)
+        assert not any(tensor.any() for tensor in tensors)
+
+
+def test_workspaces_and_pools_without_cuda_graphs() -> None:
+    _torch.clear_cublas_workspaces()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
+        _torch.end_pool_allocation(torch.device("cuda"), (0, 1))
+
+
 def test_batch_norm() -> None:
     for module in (_torch, without("nn.modules.batchnorm._BatchNorm")):
         assert isinstance(nn.SyncBatchNorm(2), module.BatchNorm)
@@ -516,3 +531,37 @@ def test_pyproject_torch_versions() -> None:
     first, last = _torch.TESTED[0], _torch.TESTED[-1]
     major, minor = last.split(".")
     assert f"torch>={first},<{major}.{int(minor) + 1}" in pyproject["project"]["dependencies"]
+
+
+# ── CUDA graphs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_workspaces_of_cublas_are_freed() -> None:
+    x = torch.ones(64, 64, device="cuda")
+    torch.cuda.synchronize()
+    _torch.clear_cublas_workspaces()
+    before = torch.cuda.memory_allocated()
+    x @ x
+    assert torch.cuda.memory_allocated() > before
+    _torch.clear_cublas_workspaces()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_memory_is_allocated_outside_of_the_pool_after_a_failed_capture() -> None:
+    graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with pytest.raises(RuntimeError):
+            torch.ones(2, device="cuda").tolist()
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        _torch.end_pool_allocation(torch.device("cuda"), pool)
+        made = torch.ones(1 << 20, device="cuda")
+    segments = [
+        s for s in torch.cuda.memory_snapshot() if s["address"] <= made.data_ptr() < s["address"] + s["total_size"]
+    ]
+    assert [s["segment_pool_id"] for s in segments] == [(0, 0)]

@@ -16,7 +16,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -227,8 +227,24 @@ def storage_id(tensor: Tensor) -> int:
         raise _error("UntypedStorage._cdata") from None
 
 
+# One kernel that zeroes many tensors.
+foreach_zero_: Callable[[list[Tensor]], Any] = _find("_foreach_zero_", lambda tensors: [t.zero_() for t in tensors])
+
 # One kernel for many gradients: multiplies them, and detects values that are not finite.
 foreach_unscale_: Callable[..., None] = _find("_amp_foreach_non_finite_check_and_unscale_")
+
+
+# ── CUDA graphs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# Frees the workspaces of cuBLAS: its next call in each thread and on each stream allocates a new one.
+clear_cublas_workspaces: Callable[[], None] = _find("_C._cuda_clearCublasWorkspaces", lambda: None)
+
+
+def end_pool_allocation(device: torch.device, pool: Any) -> None:
+    """After a failed capture: allocate outside of the pool of the graph again. torch does it in good captures only."""
+    end = _find("_C._cuda_endAllocateToPool", lambda *_: None)
+    with suppress(RuntimeError):
+        end(device.index or 0, pool)
 
 
 # ── modules ──────────────────────────────────────────────────────────────────────────────────────────────────────────

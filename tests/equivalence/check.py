@@ -49,15 +49,20 @@ def _plain_loss(model: nn.Module, case: AnyCase) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(outputs, y) if case.loss == "pair" else LOSSES[case.loss](outputs, y), outputs
 
 
-def check_step(case: AnyCase, mesh: ps.Mesh | None = None, devices: Sequence[str] = ("cpu",)) -> None:
-    """Compare two steps with an optimizer between them, plain and pipelined. Rank r uses ``devices[r % len]``."""
+def check_step(
+    case: AnyCase, mesh: ps.Mesh | None = None, devices: Sequence[str] = ("cpu",), steps: int = 2, **extra: Any
+) -> None:
+    """Compare steps with an optimizer between them, plain and pipelined. Rank r uses ``devices[r % len]``.
+
+    ``extra`` are further options of the pipeline.
+    """
     model = case.build()
     plain = copy.deepcopy(model)
     ranks = case.stages // stages_per_rank(case.schedule)
     where: dict[str, Any] = {"devices": [devices[r % len(devices)] for r in range(ranks)]} if mesh is None else {}
     plan = case.plan(model)
     options: dict[str, Any] = {"microbatches": case.microbatches, "schedule": case.schedule, "mesh": mesh, **where}
-    options["recompute"] = case.recompute
+    options |= {"recompute": case.recompute, **extra}
     options["dynamic"] = dynamic = getattr(case, "dynamic", False)
     if isinstance(case, Case) and case.weights:
         options["offload"] = ps.Offload(weights=True)
@@ -68,7 +73,7 @@ def check_step(case: AnyCase, mesh: ps.Mesh | None = None, devices: Sequence[str
             pipe.offload_optimizer(optimizer)
         plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
         x, y = case.data()
-        for _ in range(2):
+        for _ in range(steps):
             loss, outputs = plain_step(plain, case)
             result = pipe.step(x, y)
             _equal(result.loss, loss, "loss")

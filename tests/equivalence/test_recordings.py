@@ -123,6 +123,45 @@ def test_compiled_layers_and_stages(compiled: str) -> None:
             pipe.zero_grad()
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.linear(x)).tanh()
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_the_pipeline_compiles_stages_or_the_modules_that_they_call(schedule: str) -> None:
+    x = torch.randn(4, 6)
+    for model in (Blocks(), nn.Sequential(Block(), Block(), nn.Linear(6, 6))):
+        plain, plan = copy.deepcopy(model), ps.split(model, stages=2)
+        loss_fn, options = (lambda output: output.square().mean()), {"microbatches": 2, "schedule": schedule}
+        with ps.Pipeline(plan, loss_fn, compile={"backend": "aot_eager"}, **options) as pipe:
+            parts = [part for stage in pipe.stage_modules.values() for part in stage.modules()]
+            compiled = [type(part).__name__ for part in parts if part._compiled_call_impl is not None]
+            assert compiled == (["Block"] * 4 if isinstance(model, Blocks) else ["Sequential"] * 2)
+            for _ in range(2):
+                expected = loss_fn(plain(x))
+                expected.backward()
+                torch.testing.assert_close(pipe.step(x).loss, expected.detach())
+                for name, parameter in pipe.named_parameters():
+                    torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
 @dataclass
 class Outputs:
     logits: Tensor

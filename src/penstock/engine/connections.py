@@ -176,7 +176,9 @@ class ProgramCache:
         # Gradients of offloaded weights are copied to the host with them: no reduction may be in flight then.
         moving = any(stage.weights is not None for stage in self.stages.values())
         reduce = None if self.reducer is None or moving else self.reducer.ready
-        bindings = Bindings(self.stages, make_slots(program, self.stages), forward, backward, io, reduce)
+        graphs = not header.caller_loss and any(stage.graphs is not None for stage in self.stages.values())
+        slots = make_slots(program, self.stages, graphs=graphs)
+        bindings = Bindings(self.stages, slots, forward, backward, io, reduce)
         channels = (*forward.values(), *backward.values())
         return RankProgram(compile_program(program.instructions, bindings), io, channels)
 

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,13 @@ from penstock.split.trace.recorder import user_hooks
 T = TypeVar("T")
 
 MAX_VERIFIED = 16  # kinds of call whose stages are compared with the whole model
+
+
+class StepGraphs(Protocol):
+    """The part of ``cuda_graphs.CudaGraphs`` that executors use."""
+
+    def running(self) -> AbstractContextManager[Any]: ...
+    def stash(self, parameters: Iterable[nn.Parameter], *, stash_all: bool, ties: Ties) -> GradStash: ...
 
 
 class Executor(ABC):
@@ -82,6 +89,7 @@ class Executor(ABC):
         self.bubble: float | None = None  # fraction of the last run's time spent waiting for other ranks
         self.fp32 = Fp32GradAccumulator(self.parameters()) if fp32_gradients else None
         self.loss_parameters = loss_parameters
+        self.graphs: StepGraphs | None = None  # set if actions run as CUDA graphs
         self._verified: dict[str | None, Any] = {}  # variants whose stages were compared with the whole model
         self._rescales: bool | None = None  # whether the loss returns counts that rescale gradients; None: unknown
 
@@ -138,8 +146,9 @@ class Executor(ABC):
         # Gradients of earlier steps are stashed, unless the loss is known not to rescale this step's gradients.
         stash_all = self._rescales is not False or self.replicas is not None
         parameters = (*self.parameters(), *self.loss_parameters)
-        stash = GradStash(parameters, stash_all=stash_all, ties=self.ties)
-        with self.weights_in_use(), self.fp32 or nullcontext(), stash:
+        new_stash = GradStash if self.graphs is None else self.graphs.stash
+        stash = new_stash(parameters, stash_all=stash_all, ties=self.ties)
+        with self.graph_streams(), self.weights_in_use(), self.fp32 or nullcontext(), stash:
             try:
                 outcome = self._run_minibatch(value, targets, outputs, training=True, loss=True)
             except BaseException:
@@ -162,7 +171,12 @@ class Executor(ABC):
         Under a mesh, the rank of the last stage has the outputs, and every rank has the loss. Replicas take part if
         ``loss`` is set.
         """
-        return self._run_minibatch(value, targets, outputs, training=False, loss=loss)
+        with self.graph_streams():
+            return self._run_minibatch(value, targets, outputs, training=False, loss=loss)
+
+    def graph_streams(self) -> AbstractContextManager[Any]:
+        """A context for a mini-batch: its work is on the streams of the CUDA graphs."""
+        return nullcontext() if self.graphs is None else self.graphs.running()
 
     @abstractmethod
     def _run_minibatch(
@@ -303,12 +317,15 @@ class GradStash:
 
     def __enter__(self) -> GradStash:
         for parameter in self.parameters:
-            if parameter.grad is None:
-                self.before[parameter] = None
-            elif self.stash_all or parameter in self.tied:
-                self.before[parameter] = parameter.grad
-                parameter.grad = None
+            self.stash(parameter)
         return self
+
+    def stash(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:
+            self.before[parameter] = None
+        elif self.stash_all or parameter in self.tied:
+            self.before[parameter] = parameter.grad
+            parameter.grad = None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for parameter, before in self.before.items():

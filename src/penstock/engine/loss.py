@@ -23,7 +23,8 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,7 +41,7 @@ from penstock.engine.loss_terms import (
     warn_if_samples_are_compared,
     with_graph,
 )
-from penstock.engine.message import detach_tensors, flatten, unflatten
+from penstock.engine.message import detach_tensors, flatten, map_tensors, unflatten
 from penstock.engine.microbatch import can_join, join
 from penstock.engine.replicas import PendingSum, ReplicaGroup
 from penstock.errors import PlanError
@@ -236,6 +237,19 @@ class StepOutcome:
 
 
 @dataclass(eq=False)
+class CapturedLoss:
+    """The results of a last stage's forward that was captured as a CUDA graph: its tensors are written by replays."""
+
+    output: Any = None
+    loss: Tensor | None = None
+    kind: str = ""  # of the weight that was observed; "" if it is known beforehand
+    numbers: tuple[Count, Count] = (0.0, 0.0)  # numerator and count
+    others: list[Any] | None = None
+    by_value: bool = False
+    own_loss: str = ""
+
+
+@dataclass(eq=False)
 class LossAndOutputs:
     """The end of the last stage: called with each micro-batch's output, in training and in evaluation."""
 
@@ -256,6 +270,7 @@ class LossAndOutputs:
     denominator: Count | None = None  # of the weights that backwards were seeded with
     losses: list[Tensor | None] = field(default_factory=list)
     weights: LossWeights = field(default_factory=lambda: LossWeights(()))
+    capturing: CapturedLoss | None = None  # set while a CUDA graph is captured
     _has_own_loss: bool | None = None  # whether the model's outputs have a loss in them
 
     def begin(
@@ -294,10 +309,8 @@ class LossAndOutputs:
         A recomputed forward keeps nothing: the first one did.
         """
         first, weights, observes = not forward_state.recomputing, self.weights, self.observes
-        kept = self.kept
-        if kept is not None and first and microbatch in kept.selected:
-            # In a step, an output that cannot be joined is there for its loss alone.
-            kept.add(microbatch, detach_tensors(output) if not self.training or can_join(output) else None)
+        if first:
+            self.keep(microbatch, output)
         what = "the model computes its own loss (no loss_fn was given), but its output"
         if self.rule.call is None:
             loss = find_loss(output)
@@ -341,6 +354,61 @@ class LossAndOutputs:
         if first:
             self.losses[microbatch] = loss.detach().clone()  # its memory may be a view of the output's
         return loss if self.training else loss.detach()
+
+    def keep(self, microbatch: int, output: Any) -> None:
+        """Keep the output of a micro-batch, if it is one of those that the step returns."""
+        if self.kept is None:
+            return
+        if self.capturing is not None:
+            self.capturing.output = detach_tensors(output)
+        elif microbatch in self.kept.selected:
+            # In a step, an output that cannot be joined is there for its loss alone.
+            self.kept.add(microbatch, detach_tensors(output) if not self.training or can_join(output) else None)
+
+    @contextmanager
+    def capture(self, microbatch: int, target: Any, count: Any) -> Iterator[CapturedLoss]:
+        """Around a forward that is captured as a CUDA graph: it reads these tensors as the target and its count.
+
+        The result has the tensors that each replay writes, for ``replayed``.
+        """
+        targets, losses, outer = self.targets, list(self.losses), self.weights
+        captured = self.capturing = CapturedLoss()
+        self.weights = weights = LossWeights(self.sizes)
+        weights.counts[microbatch] = count
+        if targets:
+            self.targets = [target if k == microbatch else other for k, other in enumerate(targets)]
+        try:
+            yield captured
+            captured.loss, captured.kind = self.losses[microbatch], weights.kinds[microbatch]
+            captured.numbers = weights.numerators[microbatch], weights.counts[microbatch]
+            captured.others, captured.by_value = weights.others.get(microbatch), weights.by_value
+            captured.own_loss = weights.own_loss
+        finally:
+            self.targets, self.capturing, self.weights, self.losses = targets, None, outer, losses
+
+    def replayed(self, microbatch: int, captured: CapturedLoss) -> None:
+        """Note the results of a replay, as ``__call__`` does in a forward without a graph."""
+        weights, clones = self.weights, dict[int, Any]()
+
+        def clone(value: Any) -> Any:  # each tensor once: the next replay overwrites it
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in clones:
+                clones[id(value)] = value.clone()
+            return clones[id(value)]
+
+        if self.kept is not None and microbatch in self.kept.selected:
+            joinable = not self.training or can_join(captured.output)
+            self.kept.add(microbatch, map_tensors(captured.output, clone) if joinable else None)
+        self.losses[microbatch] = clone(captured.loss)
+        weights.own_loss = captured.own_loss
+        if captured.kind:
+            weights.kinds[microbatch], weights.by_value = captured.kind, weights.by_value or captured.by_value
+            weights.numerators[microbatch], weights.counts[microbatch] = map(clone, captured.numbers)
+            if captured.others is not None:
+                weights.others[microbatch] = [
+                    replace(term, count=clone(term.count), numerator=None) for term in captured.others
+                ]
 
     def seed(self, microbatch: int) -> list[Tensor]:
         """The gradient of the mini-batch's loss with respect to this micro-batch's."""

@@ -19,7 +19,7 @@ from penstock.engine.channel.base import Channel
 from penstock.engine.failure.status import ProgramPosition
 from penstock.engine.message import Grads, Message, merge_messages
 from penstock.engine.offload.activations import prefetch_points
-from penstock.engine.stage import Slot, StageEngine
+from penstock.engine.stage import Slot, StageActions, StageEngine
 from penstock.schedule.lower import Instruction
 from penstock.schedule.schedule import COMPUTE
 
@@ -73,7 +73,7 @@ class Bindings:
     backward: Mapping[tuple[int, int], Channel]
     io: PipelineIO
     reduce: Callable[[int], None] | None = None
-    backward_fn: Callable[[StageEngine, Grads, Slot], None] = StageEngine.backward
+    backward_fn: Callable[[StageEngine, Grads, Slot], None] | None = None  # instead of the stages' own backward
 
 
 class CallInfo(NamedTuple):
@@ -127,17 +127,17 @@ class Runner(ProgramPosition):
 # ── the calls ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def forward_first(engine: StageEngine, k: int, slot: Slot, io: PipelineIO) -> None:
-    engine.forward(k, io.inputs[k], slot)
+def forward_first(actions: StageActions, k: int, slot: Slot, io: PipelineIO) -> None:
+    actions.forward(k, io.inputs[k], slot)
 
 
-def forward(engine: StageEngine, k: int, slot: Slot, receive: Receive) -> None:
-    engine.forward(k, receive(), slot)
+def forward(actions: StageActions, k: int, slot: Slot, receive: Receive) -> None:
+    actions.forward(k, receive(), slot)
 
 
-def forward_join(engine: StageEngine, k: int, slot: Slot, receives: Sequence[Receive]) -> None:
+def forward_join(actions: StageActions, k: int, slot: Slot, receives: Sequence[Receive]) -> None:
     message, slot.inputs_per_edge = merge_messages([receive() for receive in receives])
-    engine.forward(k, message, slot)
+    actions.forward(k, message, slot)
 
 
 def begin_backward(backward_fn: BackwardFn, k: int, slot: Slot, io: PipelineIO) -> None:
@@ -222,9 +222,10 @@ def _bind_action(instruction: Instruction, bindings: Bindings) -> list[BoundCall
     kind, stage, k, _ = instruction
     engine, slot, io = bindings.stages[stage], bindings.slots[stage, k], bindings.io
     work = CallInfo("work", engine, slot)
+    actions = engine if slot.graph_key is None or engine.graphs is None else engine.graphs
     call: Call
     if kind in ("R", "W"):
-        call = partial(engine.recompute, k, slot) if kind == "R" else partial(engine.weight_gradient, slot)
+        call = partial(actions.recompute, k, slot) if kind == "R" else partial(actions.weight_gradient, slot)
         return [(call, instruction, work)]
     direction, channels = ("F", bindings.forward) if kind == "F" else ("B", bindings.backward)
     sources = [src for src, dst in sorted(channels) if dst == stage]
@@ -236,13 +237,15 @@ def _bind_action(instruction: Instruction, bindings: Bindings) -> list[BoundCall
     receives = [channels[src, stage].ops(k).get for src in sources]
     if kind == "F":
         if not receives:
-            call = partial(forward_first, engine, k, slot, io)
+            call = partial(forward_first, actions, k, slot, io)
         elif len(receives) == 1:
-            call = partial(forward, engine, k, slot, *receives)
+            call = partial(forward, actions, k, slot, *receives)
         else:
-            call = partial(forward_join, engine, k, slot, receives)
+            call = partial(forward_join, actions, k, slot, receives)
     else:
-        backward_fn = engine.input_gradient if kind == "I" else partial(bindings.backward_fn, engine)
+        backward_fn = actions.input_gradient if kind == "I" else actions.backward
+        if bindings.backward_fn is not None:
+            backward_fn = partial(bindings.backward_fn, engine)
         if not receives:
             call = partial(begin_backward, backward_fn, k, slot, io)
         elif len(receives) == 1:

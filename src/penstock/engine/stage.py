@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -85,21 +85,48 @@ class Slot:
     inputs_per_edge: Sequence[int] = ()  # set for several incoming edges
     grads: list[Grads] = field(default_factory=list)  # per incoming edge; of the first stage, one
     offload_next: bool = False  # whether the next forward's saved tensors are offloaded to the host
+    # If the actions may run as CUDA graphs:
+    graph_key: tuple[Any, ...] | None = None  # slots of all programs with the same key share their graphs
+    graph_kind: Any = None  # of call of the last forward
+    graphs: Any = None  # those of the last forward; None if it ran eagerly
 
 
-def make_slots(program: LoweredProgram, stages: Mapping[int, StageEngine]) -> dict[tuple[int, int], Slot]:
-    """The slot of each (stage, micro-batch): micro-batches with the same slot number in the program share one."""
+def make_slots(
+    program: LoweredProgram, stages: Mapping[int, StageEngine], *, graphs: bool = False
+) -> dict[tuple[int, int], Slot]:
+    """The slot of each (stage, micro-batch): micro-batches with the same slot number in the program share one.
+
+    With ``graphs``, their actions may run as CUDA graphs.
+    """
     split = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "W"}
     recomputed = {(i.stage, i.microbatch) for i in program.instructions if i.kind == "R"}
     made: dict[tuple[int, int, bool, bool], Slot] = {}
     slots = {}
+    overlapping = _overlapping_recomputes(program, recomputed, split) if graphs else set()
     for (stage, k), number in program.slots.items():
         key = (stage, number, (stage, k) in split, (stage, k) in recomputed)
         if key not in made:
             queue = stages[stage].new_queue() if key[2] else None
-            made[key] = Slot(queue, SavedForward() if key[3] else None)
+            graph_key = (*key[1:], stage in overlapping) if graphs else None
+            made[key] = Slot(queue, SavedForward() if key[3] else None, graph_key=graph_key)
         slots[stage, k] = made[key]
     return slots
+
+
+def _overlapping_recomputes(
+    program: LoweredProgram, recomputed: set[tuple[int, int]], split: set[tuple[int, int]]
+) -> set[int]:
+    """The stages that recompute a forward before the backward of another recomputed one is over."""
+    active: dict[int, int] = {}
+    found = set()
+    for kind, stage, k, _ in program.instructions:
+        if kind == "R":
+            if stage in active:
+                found.add(stage)
+            active[stage] = k
+        elif (stage, k) in recomputed and kind == ("W" if (stage, k) in split else "B") and active.get(stage) == k:
+            del active[stage]
+    return found
 
 
 @dataclass(frozen=True)
@@ -112,6 +139,23 @@ class ParallelizedStage:
 
 
 _NO_MODE = object()
+
+
+class StageActions(Protocol):
+    """The actions of a stage: of the stage itself, or of its CUDA graphs."""
+
+    def forward(self, microbatch: int, message: Message, slot: Slot) -> None: ...
+    def recompute(self, microbatch: int, slot: Slot) -> None: ...
+    def backward(self, grads: Grads, slot: Slot) -> None: ...
+    def input_gradient(self, grads: Grads, slot: Slot) -> None: ...
+    def weight_gradient(self, slot: Slot) -> None: ...
+
+
+class GraphedActions(StageActions, Protocol):
+    """The actions of a stage as CUDA graphs."""
+
+    def begin_run(self) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -144,6 +188,7 @@ class StageEngine:
     shared_state: SharedStateCheck | None = None  # set if other stages share some of this stage's state
     norms: DeferredStatistics | None = None  # set if BatchNorm statistics are deferred
     parallel: ParallelizedStage | None = None
+    graphs: GraphedActions | None = None  # set if the actions may run as CUDA graphs
     _recorder: WeightGradRecorder | None = None
 
     def __post_init__(self) -> None:
@@ -410,6 +455,8 @@ class StageEngine:
     def close(self) -> None:
         if self.rng is not None:
             self.rng.close()
+        if self.graphs is not None:
+            self.graphs.close()
 
 
 def begin_run(
@@ -426,6 +473,8 @@ def begin_run(
         stage.mode = stage.modes.setdefault(mode, mode)
         if stage.buffer_guard is not None:
             stage.buffer_guard.begin_run()
+        if stage.graphs is not None:
+            stage.graphs.begin_run()
     return made
 
 

@@ -155,15 +155,18 @@ class ThreadExecutor(Executor):
         key = (training, microbatches)
         if key not in self._programs:
             make = self.source.training if training else self.source.forward_only
-            orders, slots = self.lower(make(microbatches))
+            orders, slots = self.lower(make(microbatches), graphs=self.graphs is not None)
             lockstep = self.lockstep and not training
             self._programs[key] = self.compile(orders, microbatches, slots, PipelineIO(), lockstep=lockstep)
         return self._programs[key]
 
-    def lower(self, schedule: Schedule) -> tuple[list[Sequence[Instruction]], dict[tuple[int, int], Slot]]:
+    def lower(
+        self, schedule: Schedule, *, graphs: bool = False
+    ) -> tuple[list[Sequence[Instruction]], dict[tuple[int, int], Slot]]:
         """The instructions of each rank, and the slot of each (stage, micro-batch)."""
         programs = lower(schedule, self.edges)
-        slots = {key: slot for program in programs for key, slot in make_slots(program, self.stages).items()}
+        made = [make_slots(program, self.stages, graphs=graphs) for program in programs]
+        slots = {key: slot for part in made for key, slot in part.items()}
         return [program.instructions for program in programs], slots
 
     def compile(
@@ -172,7 +175,7 @@ class ThreadExecutor(Executor):
         microbatches: int,
         slots: dict[tuple[int, int], Slot],
         io: PipelineIO,
-        backward: StageBackward = StageEngine.backward,
+        backward: StageBackward | None = None,
         lockstep: bool = False,
     ) -> ThreadProgram:
         """Compile one order per rank, or a single order for the stages of all ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.cuda_graphs import CudaGraphs
 from penstock.engine.distributed import DistributedExecutor
 from penstock.engine.executor import Executor
 from penstock.engine.failure.status import HangLimits
@@ -32,6 +33,7 @@ from penstock.errors import PlanError
 from penstock.schedule.costs import Costs
 from penstock.schedule.provider import AUTO, ScheduleProvider
 from penstock.split.plan import Plan
+from penstock.split.trace.stage import EnteredModule
 from penstock.train.launch import num_gpus, parse_device
 from penstock.train.mesh import Mesh
 from penstock.train.optimizer_offload import Offload
@@ -55,6 +57,13 @@ class Options(SimpleNamespace):
         for limit in self.limits:
             if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
                 raise PlanError(f"timeout must be seconds, None for never, or a pair of them: got {self.timeout!r}")
+        if not isinstance(self.compile, (bool, Mapping)):
+            raise PlanError(f"compile must be a bool or a dict of options of torch.compile, got {self.compile!r}")
+        if self.cuda_graphs and isinstance(self.compile, Mapping) and "reduce-overhead" in self.compile.values():
+            raise PlanError(
+                "compile={'mode': 'reduce-overhead'} makes CUDA graphs of its own, which cuda_graphs=True cannot "
+                "capture: leave out one of them"
+            )
         if self.offload is not None and not isinstance(self.offload, Offload):
             raise PlanError(f"offload must be ps.Offload(…), got {type(self.offload).__name__}")
         if self.offload is not None and self.offload.weights and self.parallelize is not None:
@@ -156,15 +165,22 @@ def build(
     executor: Executor
     if mesh is None:
         joined = source
-        if weights is not None:  # merge the ranks of a device into one, because transfers of weights need one order
+        merged = set(weights.copies) if weights is not None else set[torch.device]()
+        if options.cuda_graphs:
+            merged |= {device for device in device_of if CudaGraphs.supports(device)}
+        if merged:  # one rank per device: transfers of weights need one order, and replays of graphs one thread
             of_rank = dict(zip(source.placement, device_of, strict=True))
-            places = [of_rank[rank] if of_rank[rank] in weights.copies else rank for rank in range(source.ranks)]
+            places = [of_rank[rank] if of_rank[rank] in merged else rank for rank in range(source.ranks)]
             joined = source.with_merged_ranks([list(dict.fromkeys(places)).index(place) for place in places])
         executor = ThreadExecutor(placed, stages, joined, copies, HangLimits(*options.limits), **gradients)
     else:
         assert rendezvous is not None
         distributed_args = (mesh, rendezvous, config, options.limits, options.dynamic)
         executor = DistributedExecutor(placed, stages, source, copies, *distributed_args, **gradients)
+    if options.compile:
+        compile_stages(modules.values(), {} if options.compile is True else options.compile)
+    if options.cuda_graphs:
+        executor.graphs = CudaGraphs(stages, options.loss_fn, "the pipeline is dynamic" if options.dynamic else "")
     return placed, source, modules, fqn, executor
 
 
@@ -242,6 +258,19 @@ def assign_devices(devices: Devices, ranks: int) -> list[torch.device]:
         raise PlanError(f"too few devices: {ranks} ranks, but {len(given)} devices: pass one for each rank")
     parsed = map(parse_device, given[:ranks])
     return [torch.device("cuda", device.index or 0) if device.type == "cuda" else device for device in parsed]
+
+
+def compile_stages(stages: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
+    """Compile the stages: of a recorded model, the modules that they call."""
+    pending = list(stages)
+    while pending:
+        module = pending.pop()
+        if isinstance(module, EnteredModule):
+            pending += module.children()
+        elif not isinstance(module, torch.jit.ScriptModule) and (
+            next(module.children(), None) is not None or not type(module).__module__.startswith("torch.nn.")
+        ):
+            module.compile(**options)
 
 
 def materialise(

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from penstock import _registry
+from penstock.engine.cuda_graphs import describe
 from penstock.engine.executor import Executor
 from penstock.engine.failure.watch import Rendezvous, digest
 from penstock.engine.loss import Outputs, StepOutcome, check_outputs
@@ -123,6 +124,9 @@ class Pipeline(PipelineState):
             first replica's weights. It returns a ``DistributedDataParallel``, ``fully_shard`` or tensor-parallel
             version of the stage, or None if it changed the stage in place. ``mesh["data"]`` and ``mesh["tensor"]`` are
             the device meshes for it.
+        cuda_graphs: capture the actions of stages on GPUs as CUDA graphs after two steps, and replay them from then on:
+            one launch per action. Stages that cannot be captured run eagerly; ``describe_graphs()`` tells why.
+        compile: compile each stage by ``torch.compile``: True, or a dict of its options.
         timeout: a rank that waits for another one logs the reason after 60 seconds. After ``timeout`` seconds all ranks
             raise an error, and a process that hangs in a step ends. A pair sets both; None disables them.
 
@@ -149,6 +153,8 @@ class Pipeline(PipelineState):
         offload: Offload | None = None,
         dynamic: bool = False,
         parallelize: Callable[[nn.Module, Mesh], nn.Module | None] | None = None,
+        cuda_graphs: bool = False,
+        compile: bool | Mapping[str, Any] = False,
         timeout: float | tuple[float | None, float | None] | None = 1800.0,
     ) -> None:
         arguments = dict(locals())
@@ -312,6 +318,10 @@ class Pipeline(PipelineState):
     @lockstep.setter
     def lockstep(self, value: bool) -> None:
         self._executor.set_lockstep(value)
+
+    def describe_graphs(self) -> str:
+        """Which stages of this process run as CUDA graphs, and why the others do not."""
+        return describe(self._executor.stages)
 
     # ── schedule and trace ───────────────────────────────────────────────────────────────────────────────────
 

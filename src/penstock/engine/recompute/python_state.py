@@ -11,13 +11,15 @@ forwards save this alone.
 
 from __future__ import annotations
 
+import dis
 import functools
+import logging
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ from penstock.split.module_state import GeneratorState, State, cell_contents, is
 
 MAX_DEPTH = 3  # of objects and containers within the attribute of a module
 
-_OF_TORCH = frozenset(vars(nn.Module()))  # attributes: registered tensors, modules and hooks, and the training flag
+OF_TORCH = frozenset(vars(nn.Module()))  # attributes: registered tensors, modules and hooks, and the training flag
 _LIBRARIES = ("torch", "penstock", "builtins", "abc", "typing")
 _PLAIN = (bool, int, float, complex, str, bytes)
 _WITHOUT_STATE = (*_PLAIN, type(None), type, nn.Module, Tensor, FunctionType, MethodType, ModuleType)
@@ -141,7 +143,7 @@ def _find_in_function(function: Any, found: dict[Any, State], depth: int) -> Non
         return
     if isinstance(function, FunctionType):
         for cell in function.__closure__ or ():
-            found[id(cell)] = _Cell(cell)
+            found[id(cell)] = _ClosureVariable(cell)
             _find_in_function(cell_contents(cell), found, depth - 1)
     elif isinstance(function, MethodType):
         _find_in_function(function.__self__, found, depth - 1)
@@ -156,6 +158,50 @@ def _find_in_function(function: Any, found: dict[Any, State], depth: int) -> Non
         find_in(function, found, depth)
 
 
+def find_read_state(modules: Iterable[nn.Module], loss_fn: Any) -> list[State]:
+    """The Python state that forwards might change or read.
+
+    It is that of the modules and their classes, and of the functions that these and the loss have: their global
+    variables, default arguments and closures. Functions that they call are followed within a source file.
+    """
+    own = [part for part in modules if not is_library(type(part))]
+    found: dict[Any, State] = {}
+    functions: list[Any] = []
+    for kind in dict.fromkeys(base for part in own for base in type(part).__mro__ if not is_library(base)):
+        attributes: Any = vars(kind)
+        found[kind] = Attributes(attributes)
+        for name, value in attributes.items():
+            functions.append(getattr(value, "__func__", getattr(value, "fget", value)))
+            if not name.startswith("__"):
+                find_in(value, found, MAX_DEPTH)
+    while isinstance(loss_fn, functools.partial):
+        find_in((loss_fn.args, loss_fn.keywords), found, MAX_DEPTH)
+        loss_fn = loss_fn.func
+    functions.append(getattr(loss_fn, "__func__", loss_fn))
+    seen = set[Any]()
+    for function in functions:  # to which functions that they call are added
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        names, cells = _global_names(function.__code__), function.__closure__ or ()
+        found |= {id(cell): _ClosureVariable(cell) for cell in cells}
+        if names:
+            found[function] = Attributes(function.__globals__, names)
+        values = [*map(function.__globals__.get, names), *map(cell_contents, cells)]
+        for value in (*values, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            if isinstance(value, FunctionType) and value.__module__ == function.__module__:
+                functions.append(value)
+            elif not isinstance(value, logging.Logger):  # it keeps a cache
+                find_in(value, found, MAX_DEPTH - 1)
+    return [*find_state(own, loss_fn), *found.values()]
+
+
+@functools.cache
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    """The names of the global variables that a function uses."""
+    return tuple({step.argval for step in dis.get_instructions(code) if step.opname.endswith("_GLOBAL")})
+
+
 class Attributes(State):
     """The attributes of a module or another object: all of them, or one."""
 
@@ -165,7 +211,7 @@ class Attributes(State):
         self.key = (id(holder), names)
 
     def read(self) -> dict[str, Any]:
-        names = self.names or [name for name in self.holder if name not in _OF_TORCH]
+        names = self.names or [name for name in self.holder if name not in OF_TORCH]
         return {name: self.holder[name] for name in names if name in self.holder}
 
     def write(self, value: dict[str, Any]) -> None:
@@ -201,7 +247,7 @@ class _Container(State):
         return None if len(now) == len(value) and all(map(is_same, now, value)) else self
 
 
-class _Cell(State):
+class _ClosureVariable(State):
     """A variable of the function that a closure was made in."""
 
     def read(self) -> Any:

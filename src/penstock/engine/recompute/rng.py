@@ -55,6 +55,8 @@ class StageRng:
         for name, part in module.named_modules(remove_duplicate=False):
             self.names.setdefault(id(part), []).append(fqn(name))
         self.drawing: set[int] = set()  # identities of modules that were seen to draw
+        self.draws: list[tuple[str, int]] = []  # of the last seeded forward: modules, with a number
+        self.captured: Iterator[torch.Generator] | None = None  # set in a capture: for its draws, in order
         self._learned: list[object] = []  # modes whose first forward has run
         self._handles: dict[int, list[RemovableHandle]] = {}  # by module: all during a first forward, then the drawing
 
@@ -73,6 +75,7 @@ class StageRng:
         elif not learning and not self.drawing:
             yield
             return
+        self.draws = []
         session = _RngSession(self, self.first + microbatch, states, recomputing, learning)
         session.enter_module(self.module, not learning and id(self.module) in self.drawing)
         outer, forward_state.rng_session = forward_state.rng_session, session
@@ -117,6 +120,11 @@ class StageRng:
             for handle in self._handles.pop(key):
                 handle.remove()
 
+    def key(self, microbatch: int, name: str, repeat: int) -> int:
+        """The seed of one call of a module in a forward."""
+        text = f"{self.seed}/{self.run_name}/{microbatch}/{name}/{repeat}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
     def generators(self) -> list[torch.Generator]:
         if self.device.type == "cuda":
             return [torch.default_generator, torch.cuda.default_generators[self.device.index or 0]]
@@ -156,17 +164,23 @@ class _RngSession:
         if call.before is not None:
             return
         generators_lock.acquire()
-        generators = self.rng.generators()
-        call.before = [generator.get_state() for generator in generators]
+        generators, captured = self.rng.generators(), self.rng.captured
+        if captured is None:
+            call.before = [generator.get_state() for generator in generators]
+        else:
+            call.outer = generators[-1].graphsafe_get_state()
+            call.before = []
         self.depth += 1
         if self.rng.seed is not None:
             # A module that is used in several places is called once in each, in the order of its names.
             names = self.rng.names[id(call.module)]
             name, repeat = names[min(call.number, len(names) - 1)], max(0, call.number - len(names) + 1)
-            text = f"{self.rng.seed}/{self.rng.run_name}/{self.microbatch}/{name}/{repeat}"
-            key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+            self.rng.draws.append((name, repeat))
+            if captured is not None:
+                generators[-1].graphsafe_set_state(next(captured))
+                return
             for generator in generators:
-                generator.manual_seed(key)
+                generator.manual_seed(self.rng.key(self.microbatch, name, repeat))
         elif self.depth == 1 and self.states is not None:  # modules inside it continue its stream
             if self.saved is not None:
                 for generator, state in zip(generators, next(self.saved), strict=True):
@@ -179,7 +193,10 @@ class _RngSession:
         if call.before is None:
             return
         self.depth -= 1
-        if self.rng.seed is not None or (self.saved is not None and self.depth == 0):
+        if self.rng.captured is not None:
+            assert call.outer is not None
+            self.rng.generators()[-1].graphsafe_set_state(call.outer)
+        elif self.rng.seed is not None or (self.saved is not None and self.depth == 0):
             for generator, state in zip(self.rng.generators(), call.before, strict=True):
                 generator.set_state(state)
         generators_lock.release()
@@ -190,6 +207,7 @@ class _ModuleCall:
     module: nn.Module
     number: int
     before: list[Tensor] | None = None  # generator states when it began to draw
+    outer: torch.Generator | None = None  # in a capture: the generator until then
 
 
 class _RandomOpDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
