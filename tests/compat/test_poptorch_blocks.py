@@ -314,7 +314,9 @@ def test_errors_name_the_users_line() -> None:
         stages(Twice())
 
 
-@pytest.mark.parametrize("name", ["PhasedExecution", "SerialPhasedExecution", "ParallelPhasedExecution", "Phase"])
-def test_phased_execution_is_refused(name: str) -> None:
-    with pytest.raises(poptorch.Error, match="phased execution is not supported"):
-        getattr(poptorch, name)("B1", "B2")
+def test_the_stages_of_phases() -> None:
+    strategy = poptorch.SerialPhasedExecution(poptorch.Phase("B1", poptorch.Stage("B2").ipu(1)), ["B3"])
+    assert str(strategy) == "SerialPhasedExecution(Stage('B1'), Stage('B2').ipu(1), Stage('B3'))"
+    assert strategy.schedule == "gpipe"
+    with pytest.raises(poptorch.Error, match="use SerialPhasedExecution"):
+        poptorch.PhasedExecution("B1", "B2")

@@ -35,6 +35,8 @@ STRATEGIES = {
     ),
     "lists": (Net, poptorch.PipelinedExecution(["B1", "B2"], ["B3", "B4"])),
     "sharded": (Net, poptorch.ShardedExecution("B1", "B2", "B3", "B4")),
+    "phases": (Net, poptorch.SerialPhasedExecution(poptorch.Phase("B1", ["B2", "B3"]), [poptorch.Stage("B4").ipu(1)])),
+    "parallel phases": (Net, poptorch.ParallelPhasedExecution(poptorch.Phase("B1"), ["B2"], ["B3", "B4"])),
     "by IPUs": (lambda: Net((0, 0, 1, 2)), None),
     "by blocks": (Net, poptorch.PipelinedExecution(poptorch.AutoStage.AutoIncrement)),
     "no blocks": (Plain, None),
@@ -59,7 +61,8 @@ def test_calls_update_as_a_plain_loop(strategy: str) -> None:
             assert_same_state(ours, plain)  # BatchNorm's statistics too
         assert all(parameter.grad is None for parameter in ours.parameters())
         assert model._pipe is not None
-        assert model._pipe.schedule.name == ("sharded" if "sharded" in strategy else "1f1b")
+        names = {"sharded": "sharded", "phases": "gpipe"}
+        assert model._pipe.schedule.name == names.get(strategy.split()[-1], "1f1b")
 
 
 @pytest.mark.parametrize("mean", [True, False], ids=["Mean", "Sum"])

@@ -30,8 +30,7 @@ REFUSED = {
     "RecoverableError UnrecoverableError": "there is no IPU to reset: catch poptorch.Error",
     "autocast": "use torch.autocast",
     "ipuHardwareVersion profiling": "there is no IPU: Options.enableProfiling writes a trace",
-    "PhasedExecution SerialPhasedExecution ParallelPhasedExecution Phase": "phased execution is not supported: "
-    "PipelinedExecution runs the same stages to the same result",
+    "PhasedExecution": "use SerialPhasedExecution",
 }
 
 

@@ -13,7 +13,10 @@ import penstock as ps
 from penstock import hooks
 from penstock.compat.poptorch.enums import AutoStage, Error, require
 
-__all__ = ["BeginBlock", "Block", "BlockFunction", "PipelinedExecution", "ShardedExecution", "Stage", "removeBlocks"]
+__all__ = [
+    *("BeginBlock", "Block", "BlockFunction", "removeBlocks", "Stage", "Phase"),
+    *("PipelinedExecution", "ShardedExecution", "SerialPhasedExecution", "ParallelPhasedExecution"),
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -136,6 +139,25 @@ class ShardedExecution(Strategy):
     """One micro-batch at a time runs through all stages."""
 
     schedule = "sharded"
+
+
+def Phase(*stages: Stage | str | Sequence[str]) -> list[Stage | str | Sequence[str]]:
+    return list(stages)
+
+
+class SerialPhasedExecution(Strategy):
+    """All micro-batches run through a phase, a list of stages, before the next one.
+
+    Weights of other phases are on the host if the options set their location off chip.
+    """
+
+    schedule = "gpipe"
+
+    def __init__(self, *phases: Sequence[Stage | str | Sequence[str]]) -> None:
+        super().__init__(*(stage for phase in phases for stage in phase))
+
+
+ParallelPhasedExecution = SerialPhasedExecution
 
 
 # ── from blocks to a plan ────────────────────────────────────────────────────────────────────────────────────────

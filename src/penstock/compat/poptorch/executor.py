@@ -196,7 +196,7 @@ class PoplarExecutor:
         plan, ipus = plan_stages(self.model, strategy, (args, kwargs))
         turns = options.Training.gradient_accumulation if self._training else options.device_iterations
         needed = 2 * plan.num_stages - 1 if self._training else plan.num_stages
-        if plan.num_stages > 1 and turns < needed and strategy.schedule != "sharded":
+        if plan.num_stages > 1 and turns < needed and strategy.schedule == "1f1b":
             kind = "gradient accumulation factor" if self._training else "device iterations"
             warnings.warn(
                 f"For pipelining, depth ({kind}) must equal at least the number of pipeline stages ({needed}) on IPUs. "
