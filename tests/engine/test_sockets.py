@@ -192,6 +192,14 @@ def test_store_connections_are_reused_unless_they_were_shut_down() -> None:
     assert other not in (first, third, fourth)
 
 
+def test_no_connection_is_tried_to_a_store_that_is_gone() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+    with pytest.raises(dist.DistNetworkError, match="the connection to the store is broken"):
+        StoreClient.open(client, "prefix")
+
+
 # ── liveness ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -65,6 +65,9 @@ class StoreClient:
 
     def __init__(self, store: Any) -> None:
         self._pid, self._server = os.getpid(), None
+        port = _store_port(store)
+        if port is not None and all(is_broken(sock) for sock, _, remote in _sockets() if remote and remote[1] == port):
+            raise dist.DistNetworkError("the connection to the store is broken")  # a new one would be tried for minutes
         # Do not wait long for a store that is gone: the caller has just had an answer on another connection.
         timeout = store.timeout
         store.set_timeout(min(timeout, CONNECT_TIMEOUT))
@@ -75,7 +78,6 @@ class StoreClient:
         self.connection.set_timeout(timeout)
         self.store: Any = None
         self._sock: socket.socket | None = None
-        port = _store_port(store)
         for sock, local, remote in _sockets():
             if (local, remote) in new and remote is not None and remote[1] == port:
                 self._sock = sock.dup()
