@@ -11,6 +11,7 @@ pickle, is for other tools and is not read here.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -149,7 +150,9 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
-        self.metadata = metadata
+        # torch 2.10 puts the places of the chunks into a copy.
+        places = {result.index: result.storage_data for row in results for result in row}
+        self.metadata = dataclasses.replace(metadata, storage_data=places)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
